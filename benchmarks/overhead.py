@@ -94,9 +94,9 @@ def passes() -> dict[str, float]:
     sharded, hook = engine_of(opt).shard, engine_of(opt).hook
     assert hook is not None, "stage 2 has one"
     acts: dict[str, Callable[[], object]] = {
-        "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_talk=False),
+        "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_communicate=False),
         "first step of a bucket: groups edited?": lambda: sharded.table.check_groups(opt.param_groups),
-        "last bucket: states created?": lambda: sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of),
+        "last bucket: states created?": lambda: sharded.order.note_new(sharded.inner.state, sharded.targets.index_of),
         "after backward: what a loop may change": hook.late_changes.remember,
         "opt.step(): anything changed?": hook.late_changes.check_none,
     }

@@ -26,7 +26,7 @@ from ddp_zero.core.ddp.reducer import reducer_of
 from ddp_zero.core.ddp.registered_hook import CommHook, watching
 from ddp_zero.core.local.copy_pipeline import CopyPipeline, Schedule, Transfer
 from ddp_zero.core.local.parameters import StepTargets
-from ddp_zero.core.local.placement import OnHost
+from ddp_zero.core.local.placement import HostOffload
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.parallel import ParallelOptimizer
@@ -64,7 +64,7 @@ def owned_indices(opt: ZeroRedundancyOptimizer) -> list[int]:
 
 def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
     """The part that this rank owns of each parameter that is cut."""
-    return {index: part for index, part in opt._engine.shard.binding.holdings().items() if part is not None}
+    return {index: part for index, part in opt._engine.shard.binding.owned_parts().items() if part is not None}
 
 
 def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:
@@ -159,7 +159,7 @@ def break_averaging_check(opt: ZeroRedundancyOptimizer, refuse: Callable[..., No
     vars(opt._engine)["check_averaged"] = refuse
 
 
-def follow_order_of(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+def order_norms_as(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
     """Add up norms in the order of a model's parameters, as `shard_optimizer` arranges, and register no hook."""
     opt._engine.know_model(ddp)
 
@@ -254,7 +254,7 @@ def own_reducer_is_gone(ddp: DistributedDataParallel) -> bool:
 
 def targets_of(opt: ZeroRedundancyOptimizer) -> StepTargets:
     """The tensors that the inner optimizer steps, and where they live."""
-    return opt._engine.shard.stepped
+    return opt._engine.shard.targets
 
 
 def params_of(targets: StepTargets) -> list[Tensor]:
@@ -264,14 +264,14 @@ def params_of(targets: StepTargets) -> list[Tensor]:
 
 def pipeline_of(opt: ZeroRedundancyOptimizer) -> tuple[CopyPipeline, Transfer]:
     """The copies of an optimizer with one accelerator, and the transfer that they are made by."""
-    residence: Any = targets_of(opt).residence
-    (pipeline,) = residence._all()
+    placement: Any = targets_of(opt).placement
+    (pipeline,) = placement._all()
     return pipeline, pipeline._transfer
 
 
-def add_pipeline(residence: OnHost, device: torch.device, pipeline: CopyPipeline) -> None:
-    """Let a residence copy by this pipeline where a bucket is on a device."""
-    residence._pipelines[device] = pipeline
+def add_pipeline(placement: HostOffload, device: torch.device, pipeline: CopyPipeline) -> None:
+    """Let a placement copy by this pipeline where a bucket is on a device."""
+    placement._pipelines[device] = pipeline
 
 
 def restart(pipeline: CopyPipeline, schedule: Schedule) -> None:

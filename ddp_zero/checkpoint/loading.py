@@ -18,7 +18,7 @@ from ddp_zero.checkpoint.rows import SavedCheckpoint
 from ddp_zero.checkpoint.tensor_file import StoredTensor, read, read_into, stored_in, total_bytes, verify
 from ddp_zero.checkpoint.view import OptimizerState, View
 from ddp_zero.core.comm import Peers
-from ddp_zero.core.local import MASTER_KEY, part_for, rounds_to
+from ddp_zero.core.local import MASTER_KEY, rounds_to, suboptimizer_for
 from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.placement import group_options, load_group, same_class
 from ddp_zero.parallel.whole_model import PartModel
@@ -158,7 +158,7 @@ class Restore:
                     f"Expected option {key!r} to be a {_kind(group[key])}, got a {_kind(value)}. Give the "
                     "class this option in the form that was saved. [ZERO-615]"
                 )
-        return load_group(group, options, part_for(optimizer.inner, group).defaults)
+        return load_group(group, options, suboptimizer_for(optimizer.inner, group).defaults)
 
     def fill_empty_groups(self, peers: Peers) -> None:
         """Load the options of groups that have parameters on other ranks alone. A collective.

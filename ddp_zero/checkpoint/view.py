@@ -141,7 +141,7 @@ class _Member(NamedTuple):
     def shares(self) -> dict[int, Part]:
         """This rank's share, among its replicas, of its parameters, and which part of each."""
         ranks = self.shard.ranks
-        return dict([*self.shard.binding.holdings().items()][ranks.replica :: ranks.num_replicas])
+        return dict([*self.shard.binding.owned_parts().items()][ranks.replica :: ranks.num_replicas])
 
 
 class ShardedState(OptimizerState):
@@ -194,12 +194,12 @@ class ShardedState(OptimizerState):
 
     def target(self, index: int) -> Target:
         shard, own = self._at[index]
-        return Target(shard.stepped.part(own), shard.masters.wants(own), shard.stepped.whole_master(own))
+        return Target(shard.targets.part(own), shard.masters.needs_master(own), shard.targets.whole_master(own))
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""
-        accelerator, stepped = self.table.accelerator(), self._members[0].shard.stepped
-        return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
+        accelerator, stepped = self.table.accelerator(), self._members[0].shard.targets
+        return torch.device("cpu") if stepped.placement.is_offloaded(accelerator) else accelerator
 
     def scale(self) -> dict[str, float] | None:
         return self._members[0].states.scale()

@@ -38,22 +38,22 @@ class _Place:
 
     @property
     def has_master(self) -> bool:
-        return self.shard.masters.wants(self.index)
+        return self.shard.masters.needs_master(self.index)
 
     @property
     def master(self) -> Tensor | None:
         return self.shard.masters.get(self.index)
 
     def own_part(self, value: Tensor) -> Tensor:
-        return self.shard.stepped.own_part(self.index, value)
+        return self.shard.targets.own_part(self.index, value)
 
     def own_gradient(self) -> Tensor | None:
         """The averaged gradient of this rank's part; None if there is none here."""
-        return self.shard.stepped.own_gradient(self.index) if self.is_owned else None
+        return self.shard.targets.own_gradient(self.index) if self.is_owned else None
 
     def states(self) -> dict[str, Any]:
         inner = self.optimizer.optim
-        return inner.state.get(self.shard.stepped[self.index], {}) if self.is_owned else {}
+        return inner.state.get(self.shard.targets[self.index], {}) if self.is_owned else {}
 
 
 # Whole values
@@ -96,7 +96,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _check_shape(param, value)
     place.engine.check_before_step("safe_set_full_fp32_param()")
     shard = place.shard
-    with torch.no_grad(), shard.change():
+    with torch.no_grad(), shard.changing_state():
         shard.snapshot = None
         param.copy_(value)
         if place.master is not None:
@@ -183,7 +183,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         value = place.own_part(value) if value.shape == param.shape else value
         if value.numel() != 1:
             _check_shape(held, value, "it in the parameter's shape, or a scalar")
-    with torch.no_grad(), shard.change():
+    with torch.no_grad(), shard.changing_state():
         shard.snapshot = None
         if isinstance(held, Tensor):
             held.copy_(value)
@@ -219,7 +219,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
         ValueError: for a parameter in no sharded optimizer.
     """
     place = _require_place(param)
-    return place.shard.stepped[place.index].detach().float().clone() if place.is_owned else None
+    return place.shard.targets[place.index].detach().float().clone() if place.is_owned else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

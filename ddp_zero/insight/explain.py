@@ -40,9 +40,9 @@ def explain(engine: Engine, flat: bool) -> str:
     if engine.hook is not None:
         lines += engine.hook.describe()
     if engine.decision.options.sync == "forward":
-        where = "in the next forward pass" if shard.leaves_syncs else "at the end of the step: see sync="
+        where = "in the next forward pass" if shard.syncs_outlast_step else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
-    lines += shard.stepped.residence.describe()
+    lines += shard.targets.placement.describe()
     plan = shard.plan
     state = engine.memory_parts()["state_bytes"]
     lines.append(describe_shards(plan, comm.group_rank, state))

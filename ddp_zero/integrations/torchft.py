@@ -239,7 +239,7 @@ class ManagedOptimizer(OptimizerWrapper):
         With ``init_sync`` the first step takes each rank's state from a different group, and one rank keeps its own.
         """
         if not self._has_loaded:
-            with self._shard.change():
+            with self._shard.changing_state():
                 pass
         self._has_loaded = False
 

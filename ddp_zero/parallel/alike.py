@@ -136,7 +136,7 @@ class Comparison:
         """Take note of options that the loop has given; ``is_silent`` where no loop does, on a rank that has joined."""
         self._is_silent = is_silent
         for member in self._members:
-            shard_of(member.zero).local_step.options.look(member.zero.param_groups)
+            shard_of(member.zero).local_step.options.note_changes_of_loop(member.zero.param_groups)
 
     def numbers(self, comm: Communicator) -> list[float]:
         dim = self._dims[id(comm)]
@@ -184,7 +184,7 @@ class Comparison:
         placed, firsts = [], []
         for member in (one for one in self._members if one.shared.group is None):
             placed += _place(member)
-            firsts += [sorted(first.items()) for first in shard_of(member.zero).local_step.options.first]
+            firsts += [sorted(first.items()) for first in shard_of(member.zero).local_step.options.initial]
         ordered = sorted(zip(placed, firsts, strict=True), key=lambda one: one[0][0])
         built = digest_of([first for _, first in ordered])  # stages with other groups number them differently
         return {f"{number} {built}": one for number, (one, _) in enumerate(ordered)}

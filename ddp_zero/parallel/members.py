@@ -33,7 +33,7 @@ from ddp_zero.core.local import (
     check_params,
     group_by_options,
     is_elementwise_class,
-    part_for,
+    suboptimizer_for,
 )
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE
 from ddp_zero.core.step import wait_before_forward
@@ -461,7 +461,7 @@ class Member:
         """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if a rank does."""
         cuts = self.cuts
         for index, one in enumerate(all_held):
-            kind = type(part_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
+            kind = type(suboptimizer_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
             if one.cut_over and getattr(one.param, PART_KEY, None) not in cuts and not is_elementwise_class(kind):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "

@@ -301,7 +301,7 @@ class Sharded(Trainer):
             groups, build, overlap_with_ddp=overlaps, parameters_as_bucket_view=True, **own, **copy.deepcopy(options)
         )
         if mode in (STANDALONE, WATCHED):
-            internals.follow_order_of(self.opt, self.model)
+            internals.order_norms_as(self.opt, self.model)
         if mode == WATCHED:
             self.model.register_comm_hook(None, internals.watching_hook(self.opt, self.model))
         elif mode != STANDALONE:

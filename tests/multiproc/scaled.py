@@ -21,7 +21,7 @@ def new_scaler(scale: float = SCALE) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
 
 
-def parts_of(beside: MeshTwins) -> torch.optim.Optimizer:
+def suboptimizers_of(beside: MeshTwins) -> torch.optim.Optimizer:
     """An optimizer over the plain copy's parts on this rank: a scaler alone does not take distributed tensors."""
     parts = []
     for param in beside.plain_model.parameters():
@@ -79,7 +79,7 @@ def train_scaled(beside: MeshTwins, clips_in: str | None) -> None:
             beside.opt.clip_grad_norm_(CLIP)
         mine.step(beside.opt)
         mine.update()
-        shown = parts_of(beside)
+        shown = suboptimizers_of(beside)
         theirs.unscale_(shown)
         agree(theirs, shown)
         record = beside.opt.last_step

@@ -44,7 +44,7 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
         ),
         mock.patch.object(DirectReduceScatter, "wait", logged("sum", DirectReduceScatter.wait, lambda one: one.bucket)),
         mock.patch.object(
-            StepRunner, "step_own", logged("step", StepRunner.step_own, lambda _, own, *__: own.bucket.index)
+            StepRunner, "step_bucket", logged("step", StepRunner.step_bucket, lambda _, own, *__: own.bucket.index)
         ),
         mock.patch.object(BucketSync, "start", logged("sync", BucketSync.start, lambda one, *_: one.bucket.index)),
         mock.patch.object(ParameterSync, "end_step", logged("finish", ParameterSync.end_step, lambda *_: None)),

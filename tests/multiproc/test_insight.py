@@ -204,7 +204,7 @@ def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
         watch.start()
     with pytest.MonkeyPatch.context() as patch:
         if setup.rank == 1:
-            step, calls = StepRunner.step_own, [0]
+            step, calls = StepRunner.step_bucket, [0]
 
             def gone(*args: Any, **kwargs: Any) -> Any:
                 calls[0] += 1
@@ -214,7 +214,7 @@ def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 return step(*args, **kwargs)
 
-            patch.setattr(StepRunner, "step_own", gone)
+            patch.setattr(StepRunner, "step_bucket", gone)
         with pytest.raises(RuntimeError, match=r"rank 1 \(global rank 1\)"):
             _train(model, opt, setup.rank, 1)
     if how == "stopped":

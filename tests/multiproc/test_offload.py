@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.local.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.core.local.copy_pipeline import AwaitCopyBack, AwaitHost, CopyToHost, Schedule
 from ddp_zero.core.step import rank_shard as binding
 from ddp_zero.values.placeholders import on_this_rank
 from tests import internals
@@ -423,9 +423,9 @@ def _waits(schedule: Schedule, owns: dict[int, bool], steps: int) -> Iterator[st
     """The waits that the schedule names, of buckets of which anything is copied."""
     bucket_in: dict[int, int] = {}
     for _ in range(steps):
-        for actions in (*map(schedule.arrive, owns), schedule.drain()):
+        for actions in (*map(schedule.submit, owns), schedule.drain()):
             for action in actions:
-                if isinstance(action, AwaitBack) and owns[bucket_in[action.buffer]]:
+                if isinstance(action, AwaitCopyBack) and owns[bucket_in[action.buffer]]:
                     yield "to device"
                 elif isinstance(action, AwaitHost) and owns[action.bucket]:
                     yield "to host"

@@ -863,7 +863,7 @@ def _a_snapshot_sends_only_copies_and_one_small_message(setup: Setup) -> None:
     # with parameters that are cut: each rank writes the elements that it owns
     found = job(setup, setup.folder / "run", lambda: sharded(partition="elements"))
     found.train(3)
-    assert any(shard_of(found.optimizer).binding.holdings().values())  # type: ignore[arg-type]
+    assert any(shard_of(found.optimizer).binding.owned_parts().values())  # type: ignore[arg-type]
     numbers = found.optimizer.stats()  # type: ignore[attr-defined]
     with (
         mock.patch.object(ControlGroup, "all_gather_tensor", autospec=True, wraps=None) as gather,

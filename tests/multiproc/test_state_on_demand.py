@@ -455,10 +455,10 @@ def _a_rank_that_has_moved_on_is_named(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
     changes = internals.shard_of(twins.opt).changes
-    for is_over in (False, True):
+    for may_be_overwritten in (False, True):
         if setup.rank == 1:
             changes.begin()
-            if is_over:
+            if may_be_overwritten:
                 changes.end()
         dist.barrier()
         if setup.rank == 0:

@@ -352,7 +352,7 @@ class DdpBuckets:
 
     def _place(self, index: int, windows: dict[Tensor, Window]) -> _Known:
         """The places in the plan of one of DDP's buckets, which keeps the strides with which it was built."""
-        index_of, part = self._shard.table.index_of, self._shard.stepped.part
+        index_of, part = self._shard.table.index_of, self._shard.targets.part
         held = [(index_of[param], window) for param, window in windows.items() if param in index_of]
         own = {place: window.of_part(part(place)) for place, window in held}
         counts = Counter(self._plan.bucket_of[param] for param in windows if param in self._plan.bucket_of)

@@ -66,11 +66,11 @@ class Gradients(GradientSource):
         """Follow the plan, which is now in force, from the next iteration on."""
 
     @abstractmethod
-    def open(self, may_talk: bool) -> None:
+    def open(self, may_communicate: bool) -> None:
         """Open an iteration, at its first bucket: drop the last one, follow parameters that were frozen or moved.
 
         Args:
-            may_talk: False under Join; see `Binding.refresh`.
+            may_communicate: False under Join; see `Binding.refresh`.
         """
 
     @abstractmethod
@@ -173,10 +173,10 @@ class WholeGradients(Gradients):
         self.source.follow_plan()
         self._bound = self._shard.buckets
 
-    def open(self, may_talk: bool) -> None:
-        if may_talk:
+    def open(self, may_communicate: bool) -> None:
+        if may_communicate:
             self.plan.follow_added()
-        self._shard.refresh(may_talk, held=self._held())
+        self._shard.refresh(may_communicate, held=self._held())
         if self._bound is not self._shard.buckets:  # other owners
             self.follow_plan()
         self.source.open()
@@ -206,7 +206,7 @@ class WholeGradients(Gradients):
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of ``param.grad``, after backward."""
         grad = self._shard.table.params[index].grad
-        return None if grad is None else self._shard.stepped.own_part(index, grad)
+        return None if grad is None else self._shard.targets.own_part(index, grad)
 
     @property
     def wholes(self) -> GradientSource | None:
@@ -231,6 +231,6 @@ class WholeGradients(Gradients):
 @torch.no_grad()
 def owned_alias(shard: Shard, index: int) -> Tensor | None:
     """The owned elements of a gradient that every rank has, with a version counter of their own; see `OwnedEdits`."""
-    shard.stepped.lay_out_gradient(index)
+    shard.targets.lay_out_gradient(index)
     grad = shard.table.params[index].grad
-    return None if grad is None else shard.stepped.own_part(index, grad.data)
+    return None if grad is None else shard.targets.own_part(index, grad.data)

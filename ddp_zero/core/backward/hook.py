@@ -109,7 +109,7 @@ class OverlapHook:
         self._why_wait = why_wait
         self._watch = watch
         self._passes = passes
-        self._life: int | None = None  # the shard's, once its first step was taken
+        self._num_loads: int | None = None  # the shard's, once its first step was taken
         self.step_is_due = self.has_dropped = False
         self.late_changes = LateChanges(shard)
         self._joins = asks_whether_it_joins(joinable)
@@ -252,7 +252,7 @@ class OverlapHook:
     def first_step_taken(self) -> None:
         """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
         self.step_is_due = self.has_dropped = False
-        self._life = self._shard.life
+        self._num_loads = self._shard.num_loads
         if not self.late_changes.is_at_rest:
             self.late_changes.forget()
         self._watch.is_on = self._why_wait() is not None
@@ -316,7 +316,7 @@ class OverlapHook:
             self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
-        self._life = None
+        self._num_loads = None
         self._shard.abandon()
         if is_half_stepped or has_stepped:  # the last: a warning may be an error
             which = "some buckets and not the others" if is_half_stepped else "all buckets"
@@ -406,7 +406,7 @@ class OverlapHook:
         if not self.late_changes.is_at_rest:
             self.late_changes.check_earlier()
             self.late_changes.forget()
-        self.gradients.open(may_talk=not self._joins())
+        self.gradients.open(may_communicate=not self._joins())
         self.may_be_replaced = False
         if self._joins() and self.gradients.carried:
             raise RuntimeError(
@@ -422,7 +422,8 @@ class OverlapHook:
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
-            is_first=not (self._life == self._shard.life or self._joins()),  # joined ranks could not know that it waits
+            # not under Join: joined ranks could not know that the first step waits
+            is_first=not (self._num_loads == self._shard.num_loads or self._joins()),
             learns_unused=self._steps.learns_unused,
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
@@ -454,8 +455,8 @@ class OverlapHook:
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
-        self._runner.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
-        self._life = self._shard.life
+        self._runner.record_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
+        self._num_loads = self._shard.num_loads
         self._watch.clear()
 
     @property

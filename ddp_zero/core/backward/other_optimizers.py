@@ -40,7 +40,7 @@ class StepInside:
         if not is_ahead or self._optimizer() is None:
             return
         own, inner = self._shard.table.index_of, self._shard.inner
-        inners = inner.parts.values() if isinstance(inner, MixedOptimizer) else (inner,)
+        inners = inner.suboptimizers.values() if isinstance(inner, MixedOptimizer) else (inner,)
         if any(groups is one.param_groups for one in inners):  # under `Join` these step outside of backward, too
             return
         if any(param in own for group in groups for param in group["params"]):

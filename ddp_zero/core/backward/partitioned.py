@@ -92,7 +92,7 @@ class PartitionedGradients(Gradients):
 
     # An iteration
 
-    def open(self, may_talk: bool) -> None:
+    def open(self, may_communicate: bool) -> None:
         """Parameters that were frozen or moved were followed before the pass."""
         self.is_idle = False
         if self._buckets.started():
@@ -143,7 +143,7 @@ class PartitionedGradients(Gradients):
         if len(started) < len(reduced.scratch_buckets):
             hidden = [index for bucket in started for index in bucket.indices]
         if not was_consumed:
-            hidden = filterfalse(self._shard.binding.holdings().__contains__, hidden)
+            hidden = filterfalse(self._shard.binding.owned_parts().__contains__, hidden)
         if reduced.used is not None:
             hidden = filter(reduced.has_gradient, hidden)
         self._visible.hide(list(hidden), was_consumed)
@@ -167,7 +167,7 @@ class PartitionedGradients(Gradients):
 
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of the gradient shown in ``param.grad``; RuntimeError if a step has used them up."""
-        held, grad = self._shard.stepped.own_gradient(index, revives=True), self._shard.table.params[index].grad
+        held, grad = self._shard.targets.own_gradient(index, revives=True), self._shard.table.params[index].grad
         if held is None and isinstance(grad, AbsentGradient):
             grad.refuse()
         return held
@@ -180,7 +180,7 @@ class PartitionedGradients(Gradients):
             shown = [*map(_PART, grads)]
             if not any(map(is_, shown, repeat(None))):
                 return shown
-        parts = self._shard.binding.holdings()
+        parts = self._shard.binding.owned_parts()
         if kinds.isdisjoint(_ABSENT) and not any(map(parts.__getitem__, indices)):
             return grads
         found: list[Tensor | None] = []
@@ -192,7 +192,7 @@ class PartitionedGradients(Gradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self._shard.stepped.own_gradient(index, revives=True)
+        grad = self._shard.targets.own_gradient(index, revives=True)
         return None if grad is None else self._visible.sums.of(grad)
 
     def editable(self, index: int) -> Tensor | None:

@@ -86,7 +86,7 @@ class PartitionedBuckets:
         self._foreign = self._foreign_gradients()
         reducer.lay_out(self.scratch_buckets, self._foreign)
         self._digest = shard.binding.digest
-        self._visible.follow_owners(shard.binding.holdings())
+        self._visible.follow_owners(shard.binding.owned_parts())
 
     def _foreign_gradients(self) -> list[ForeignGradients]:
         """Parameters that DDP reduces and no optimizer of stage 2 has, in buckets by DDP's rule."""
@@ -102,10 +102,10 @@ class PartitionedBuckets:
 
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
-        may_talk = not self._joins()
-        if may_talk:
+        may_communicate = not self._joins()
+        if may_communicate:
             self._plan.follow_added()
-        self._shard.refresh(may_talk, held=self._visible.taken())
+        self._shard.refresh(may_communicate, held=self._visible.taken())
         # another optimizer of the model may have come, gone or grown
         if self._digest != self._shard.binding.digest or self._taken_by_others != taken_by_others(self.planned_reducer):
             self.follow_plan()

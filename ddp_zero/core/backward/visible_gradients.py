@@ -183,13 +183,13 @@ class VisibleGradients:
 
     def editable(self, index: int) -> Tensor | None:
         """The tensor that the step uses of an owned gradient, for users to change in place; None if there is none."""
-        held = self._shard.stepped.own_gradient(index, revives=True)
+        held = self._shard.targets.own_gradient(index, revives=True)
         total = None if held is None else self.editable_sum(index, held)
         return held if total is None else total
 
     def editable_sum(self, index: int, grad: Tensor) -> Tensor | None:
         """The exact sum of a shown gradient, to be changed in place; None unless a master is stepped by it."""
-        return self.sums.editable(grad) if self._shard.masters.wants(index) else None
+        return self.sums.editable(grad) if self._shard.masters.needs_master(index) else None
 
     def follow_owners(self, parts: Mapping[int, Part]) -> None:
         """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
@@ -370,7 +370,7 @@ def is_unknown(grad: Tensor | None) -> bool:
 def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
     param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
-    grad, held = param.grad, shard.stepped.own_gradient(index, revives=True)
+    grad, held = param.grad, shard.targets.own_gradient(index, revives=True)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
@@ -383,7 +383,7 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
         )
     full = torch.empty_like(param)
     if held is not None:
-        shard.stepped.own_part(index, full).copy_(held.detach())
+        shard.targets.own_part(index, full).copy_(held.detach())
     shard.broadcast_from_owner(index, full)
     return full
 
@@ -400,7 +400,7 @@ class SummedBucket(BucketGradients):
         self.on_stream, self.waiting = bucket.on_stream, bucket.waiting
         self._bucket = bucket
         self._carried = carried
-        self._params, self._own = shard.table.params, shard.stepped.own_part
+        self._params, self._own = shard.table.params, shard.targets.own_part
 
     def wait(self) -> None:
         self._bucket.wait()
@@ -518,8 +518,8 @@ class SummedGradients(WholeGradients):
     def _held(self) -> Collection[int]:
         return self._visible.taken()
 
-    def open(self, may_talk: bool) -> None:
-        super().open(may_talk)
+    def open(self, may_communicate: bool) -> None:
+        super().open(may_communicate)
         self._reduces, self.is_idle = True, False
 
     @torch.no_grad()
@@ -543,7 +543,7 @@ class SummedGradients(WholeGradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         total = self.wholes.in_accumulation_dtype(index)
-        return None if total is None else self._shard.stepped.own_part(index, total)
+        return None if total is None else self._shard.targets.own_part(index, total)
 
     @property
     def wholes(self) -> GradientSource:
@@ -558,7 +558,7 @@ class SummedGradients(WholeGradients):
         """The sum, where the step uses that, or the content of ``param.grad``."""
         grad = self._shard.table.params[index].grad
         total = None if grad is None else self._visible.editable_sum(index, grad)
-        return super().editable(index) if total is None else self._shard.stepped.own_part(index, total)
+        return super().editable(index) if total is None else self._shard.targets.own_part(index, total)
 
     def reset(self) -> None:
         self._leave()

@@ -36,7 +36,7 @@ from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
 from ddp_zero.core.local.arguments import check_group, is_group
-from ddp_zero.core.local.given_options import GivenOptions, Statement, written_options
+from ddp_zero.core.local.given_options import GivenOptions, OptionsSummary, written_options
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.replicas import ShardGroups
@@ -178,7 +178,7 @@ class _Outcomes:
     blocks: dict[GroupRank, Tensor]
     local_error: Exception | None = None
     options: GivenOptions | None = None
-    stated: Statement = field(default_factory=Statement)
+    stated: OptionsSummary = field(default_factory=OptionsSummary)
 
 
 class StepErrors:
@@ -220,7 +220,7 @@ class StepErrors:
         if not self._is_shared:
             return
         error, self._local_error = self._local_error, None
-        stated = Statement() if options is None else options.statement
+        stated = OptionsSummary() if options is None else options.summary
         # only blocks that no peer may still write into are used again: a dropped step leaves its blocks to them
         (outcomes, self._reusable) = self._reusable or self._new_blocks(), None
         # of fixed size, so that receives are posted before the outcome is known: no round trip
@@ -293,8 +293,8 @@ def options_differ(position: int, name: str, one: tuple[str | None, str], other:
     )
 
 
-def encode(stated: Statement, error: str) -> Tensor:
-    """Write a block: a statement's digest, then the text of an error or else of the statement; then zeros."""
+def encode(stated: OptionsSummary, error: str) -> Tensor:
+    """Write a block: a summary's digest, then the text of an error or else of the summary; then zeros."""
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     text = truncated(error or stated.shown, BLOCK_BYTES - _DIGEST_BYTES - 1)
     raw = bytearray(stated.digest.to_bytes(_DIGEST_BYTES, "little") + bytes([bool(error)]) + text)
@@ -302,12 +302,12 @@ def encode(stated: Statement, error: str) -> Tensor:
     return block
 
 
-def decode(block: Tensor) -> tuple[Statement, str]:
-    """Read a block of `encode`: the statement, and the text of the error or an empty string."""
+def decode(block: Tensor) -> tuple[OptionsSummary, str]:
+    """Read a block of `encode`: the summary, and the text of the error or an empty string."""
     raw = bytes(block.tolist())
     has_error = bool(raw[_DIGEST_BYTES])
     text = raw[_DIGEST_BYTES + 1 :].rstrip(b"\0").decode(errors="ignore")
-    return Statement(int.from_bytes(raw[:_DIGEST_BYTES], "little"), "" if has_error else text), text * has_error
+    return OptionsSummary(int.from_bytes(raw[:_DIGEST_BYTES], "little"), "" if has_error else text), text * has_error
 
 
 _NO_MEMBER = (

@@ -12,7 +12,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.engine.shardable import check_unknown_classes
 from ddp_zero.core.local.arguments import check_in_one_group
-from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, options_known_to
+from ddp_zero.core.local.inner import check_epsilon, copy_options, local_group, options_known_to
 from ddp_zero.core.local.mixed import CLASS_KEY, ParamGroup, with_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.error_codes import ending_with
@@ -41,18 +41,18 @@ class AddedGroup:
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
                     engine.check_before_step("add_param_group() of parameters with gradients")
-                self.table = table = ParameterTable(exposed, shard.table.weigh)
+                self.table = table = ParameterTable(exposed, shard.table.hints_of)
                 agreement.declare_parameters(table)
                 agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
                 build: Any = optimizer._build
                 own = {key: exposed[-1][key] for key in keys if key in exposed[-1]}
                 check_unknown_classes(build.args[0], build.keywords["defaults"], [own])
                 self._binding = binding = shard.binding.for_table(table)
-                shard.stepped.extend(table)
-                stepped = shard.stepped.assign(binding.holdings())
-                inner.add_param_group(localise_group(exposed[-1], stepped))
+                shard.targets.extend(table)
+                stepped = shard.targets.assign(binding.owned_parts())
+                inner.add_param_group(local_group(exposed[-1], stepped))
                 agreement.declare_options(inner.param_groups[-1], options_known_to(inner), "the added group")
-                check_epsilon(inner, inner.param_groups, table, shard.stepped)
+                check_epsilon(inner, inner.param_groups, table, shard.targets)
         except Exception:
             self.undo()
             raise
@@ -73,14 +73,14 @@ class AddedGroup:
     def commit(self) -> None:
         """Step the group from now on. Never communicates."""
         shard = self._shard
-        with shard.change():
+        with shard.changing_state():
             copy_options(shard.inner.param_groups[-1], shard.param_groups[-1])
-            shard.order.is_as_built = False
+            shard.order.is_as_constructed = False
             shard.extend(self.table, self._binding)
 
     def undo(self) -> None:
         """Leave the group out after all, instead of `commit`. Never communicates."""
         shard = self._shard
-        shard.stepped.assign(shard.binding.holdings())  # while it knows the added parameters
-        shard.stepped.extend(shard.table)
+        shard.targets.assign(shard.binding.owned_parts())  # while it knows the added parameters
+        shard.targets.extend(shard.table)
         del shard.param_groups[self._groups_before[0] :], shard.inner.param_groups[self._groups_before[1] :]

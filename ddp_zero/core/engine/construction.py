@@ -24,7 +24,7 @@ from ddp_zero.core.local.arguments import (
     is_group,
     own_options,
 )
-from ddp_zero.core.local.costs import Cost, check_cost, weigher
+from ddp_zero.core.local.costs import Cost, check_cost, make_hints_of
 from ddp_zero.core.local.inner import (
     build_inner,
     check_can_be_sharded,
@@ -34,7 +34,7 @@ from ddp_zero.core.local.inner import (
 from ddp_zero.core.local.instances import Build, Instance, read_arguments
 from ddp_zero.core.local.mixed import CLASS_KEY, classes_in
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.placement import residence_for
+from ddp_zero.core.local.placement import placement_for
 from ddp_zero.core.step.clipping import GROUP_LIMIT, check_options
 from ddp_zero.core.step.rank_shard import Binding, Shard
 from ddp_zero.core.step.state_order import StateOrder
@@ -96,7 +96,7 @@ def build_engine(
         exposed = optimizer.param_groups
         check_others_confirmed("a new optimizer over its parameters", exposed)
         check_unknown_classes(build, defaults, exposed)
-        table = ParameterTable(exposed, weigher(built_class, instance.defaults if instance else defaults, cost))
+        table = ParameterTable(exposed, make_hints_of(built_class, instance.defaults if instance else defaults, cost))
         division = partition_for(
             partition,
             built_class,
@@ -108,7 +108,7 @@ def build_engine(
             norm_type=options.norm_type,
             master_weights=options.master_weights,
             offload=options.offload,
-            weigh=table.weigh,
+            hints_of=table.hints_of,
             max_byte_imbalance=max_byte_imbalance,
         )
         agreement.declare("optimizer class", getattr(built_class, "__qualname__", repr(built_class)))
@@ -120,15 +120,15 @@ def build_engine(
         agreement.declare("step options", repr(options))
         agreement.declare_parameters(table)
         binding = Binding(ranks, table, parameters_as_bucket_view, options.sync == "forward", division)
-        stepped = StepTargets(table, options.master_weights, residence_for(options.offload))
+        stepped = StepTargets(table, options.master_weights, placement_for(options.offload))
         agreement.declare("state of the optimizer", instance and instance.digest())
         build_one = partial(build_inner, build, defaults=defaults)
         with ending_with("[ZERO-103]"):
-            inner = build_one(exposed, stepped.assign(binding.holdings()))
+            inner = build_one(exposed, stepped.assign(binding.owned_parts()))
         for place, stepped_group in enumerate(inner.param_groups):
             agreement.declare_options(stepped_group, options_known_to(inner), f"parameter group {place}")
         check_options(options, inner)
         binding.check_class(inner)
         check_epsilon(inner, inner.param_groups, table, stepped)
-    shard = Shard(ranks, table, binding, inner, optimizer, stepped, StateOrder(), binding.orders())
+    shard = Shard(ranks, table, binding, inner, optimizer, stepped, StateOrder(), binding.strides())
     return Engine(optimizer, shard, options, overlap_with_ddp, reduction), build_one, instance

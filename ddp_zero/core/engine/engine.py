@@ -61,7 +61,7 @@ from ddp_zero.core.step.decision import AmpState, Decision, StepContext, calling
 from ddp_zero.core.step.join import ZeroJoinHook, borrow_gradients, refuse_join, serve_joined
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
-from ddp_zero.core.step.runner import runner_of
+from ddp_zero.core.step.runner import build_runner
 from ddp_zero.options import StepOptions
 from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, report_nonfinite, without_waiting
 
@@ -93,7 +93,7 @@ class Engine:
         self, optimizer: Joinable, shard: Shard, options: StepOptions, overlaps: bool, reduction: ReduceOptions | None
     ) -> None:
         self.shard, self.label = shard, shard.trace.label("step")
-        self.runner = runner_of(shard)
+        self.runner = build_runner(shard)
         self.decision = Decision(self.runner, options)
         self.hook: OverlapHook | None = None
         self._registered: RegisteredHook | None = None  # on the model that was attached
@@ -246,7 +246,7 @@ class Engine:
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
-        self.shard.table.follow_order_of(ddp)
+        self.shard.table.order_norms_as(ddp)
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.shard)
 
@@ -383,7 +383,7 @@ class Engine:
             return
         if hook.step_is_due and self.why_wait() is None:
             hook.late_changes.check_unstepped()
-            with hook.late_changes.as_noted():
+            with hook.late_changes.with_noted_state():
                 self.alone(self._take_step(None, None, {}, by_user=False))
             hook.due_step_taken()
 
@@ -393,7 +393,7 @@ class Engine:
         Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
         """
         hook, occasion = self.hook, self._step_context(None)
-        self.runner.note_step(
+        self.runner.record_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
         with without_waiting():
@@ -428,7 +428,7 @@ class Engine:
         if self.takes_hook:
             yield from self.needed_hook().step_joined(self._take_borrowed)
             return
-        self.shard.refresh(may_talk=not self.joins)
+        self.shard.refresh(may_communicate=not self.joins)
         params = self.shard.table.params
         averaged = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
         yield from self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__, are_whole=True))
@@ -507,7 +507,7 @@ class Engine:
             hook.gradients.check_complete()
         shard.table.check_gradients()
         self.check_averaged(in_step=True)
-        shard.refresh(may_talk=not joins)
+        shard.refresh(may_communicate=not joins)
         if joins:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
@@ -528,7 +528,7 @@ class Engine:
     def _step_context(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
         hook = self.hook
         if hook is None:
-            source = borrowed or self.shard.stepped.own_elements(PublishedGradients(self.shard.table.params))
+            source = borrowed or self.shard.targets.own_elements(PublishedGradients(self.shard.table.params))
             return StepContext(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
         waits = self.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients
@@ -716,7 +716,7 @@ class Engine:
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
-        changed, dropped = hook.late_changes.first(), hook.has_dropped
+        changed, dropped = hook.late_changes.first_change(), hook.has_dropped
         statement = [int(amp is not None or changed is not None), int(dropped)]
         changes, drops = (any(column) for column in zip(*self.shard.everyone.all_gather_ints(statement), strict=True))
         if self.why_wait() is None and (changes or drops):

@@ -64,10 +64,10 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         shard.masters.follow_model()
         shard.check_ready()
     shard.refresh()
-    shard.stepped.follow_memory()
-    shard.stepped.follow_values()
+    shard.targets.follow_memory()
+    shard.targets.follow_values()
     outcome: Future[Any] = Future()
-    with shard.change():
+    with shard.changing_state():
         before = _marks(shard)
         shard.snapshot = None
         shard.local_step.mirror_to_inner()
@@ -76,7 +76,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             outcome.set_exception(error)
         shard.local_step.mirror_to_exposed()
-        shard.order.after_step(inner.state, shard.stepped.index_of)  # behind the states of earlier steps
+        shard.order.after_step(inner.state, shard.targets.index_of)  # behind the states of earlier steps
         written = [index for index, mark in _marks(shard).items() if mark != before[index]]
         _share_written(shard, written, has_state=any(inner.state.values()))
     with Agreement(shard.everyone, doing):
@@ -95,13 +95,13 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
 
 def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
     """Send parameters to all ranks if any rank has written to its own. A collective."""
-    stepped, params = shard.stepped, shard.table.params
+    stepped, params = shard.targets, shard.table.params
     stepped.write_back(written)
     travel = {param for bucket in shard.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
     every = shard.everyone.all_gather_ints([int(flag) for flag in mine])
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
-    shard.order.is_at_birth &= not any_state
+    shard.order.has_initial_state &= not any_state
     if in_plan:
         sync = shard.binding.sync
         try:
@@ -115,7 +115,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         for index in sorted(set(range(len(params))) - travel):
             shard.broadcast_from_owner(index, params[index].detach())
     if in_plan or outside:
-        increment_version([params[index] for index in shard.binding.not_all_owned()])
+        increment_version([params[index] for index in shard.binding.owned_by_others()])
         stepped.masters.note_versions()
 
 
@@ -125,5 +125,5 @@ def _marks(shard: Shard) -> dict[int, int]:
 
     Versions are not enough: writes through ``.data`` do not change them.
     """
-    marks = {index: digest(shard.stepped[index].detach()) for index in shard.binding.owned()}
+    marks = {index: digest(shard.targets[index].detach()) for index in shard.binding.owned()}
     return {index: int(mark) for index, mark in marks.items()}

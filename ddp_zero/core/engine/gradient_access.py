@@ -161,7 +161,7 @@ class GradientAccess:
         held = None if grad is None else on_this_rank(grad)
         with self._engine.decision.owned_edits.editing(shard.table, param, alike=True):
             if held is not None:
-                held.copy_(value if held is grad else shard.stepped.own_part(shard.table.index_of[param], value))
+                held.copy_(value if held is grad else shard.targets.own_part(shard.table.index_of[param], value))
 
     @torch.no_grad()
     def edit_own_part(self, param: Tensor, value: Tensor) -> None:
@@ -171,8 +171,8 @@ class GradientAccess:
         index = shard.table.index_of[param]
         knows_all = self._are_on_owners or shard.comm.world_size == 1
         with self._engine.decision.owned_edits.editing(shard.table, param, alike=knows_all):
-            shard.stepped.lay_out_gradient(index)
-            held = shard.stepped.own_gradient(index)
+            shard.targets.lay_out_gradient(index)
+            held = shard.targets.own_gradient(index)
             assert held is not None, "checked by the caller"
             held.copy_(value)
 

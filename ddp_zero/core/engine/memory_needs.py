@@ -14,10 +14,10 @@ from ddp_zero.core.comm.communicator import Transport
 from ddp_zero.core.comm.parameter_sync import COPIES_IN_FLIGHT
 from ddp_zero.core.comm.reduction import recv_numel, sum_dtype
 from ddp_zero.core.local.arguments import Grouping, group_by_options
-from ddp_zero.core.local.costs import Cost, check_cost, weigher
+from ddp_zero.core.local.costs import Cost, check_cost, make_hints_of
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
-from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
+from ddp_zero.core.local.parameters import LOW_PRECISION, HintsOf, PartitionHints
 from ddp_zero.core.local.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, BufferBytes, ddp_layout
 from ddp_zero.core.plan.ownership import part_between, piece_of
@@ -96,11 +96,12 @@ class GroupedStates:
         group = self._group_of[index]
         return () if group is None else self._bytes[group].of(shape, dtype)
 
-    def weights(self, weigh: Weigh | None) -> list[Weight]:
+    def hints(self, hints_of: HintsOf | None) -> list[PartitionHints]:
         """The weight of every parameter in the partition by cost; all the same without costs."""
         places = zip(self._params, self._group_of, strict=True)
         return [
-            Weight() if weigh is None or group is None else weigh(param, self._groups[group]) for param, group in places
+            PartitionHints() if hints_of is None or group is None else hints_of(param, self._groups[group])
+            for param, group in places
         ]
 
 
@@ -146,7 +147,7 @@ class Training:
         self.params = list[Tensor](model.parameters())
         self.states = states = GroupedStates(self.params, groups, optimizer_class, options)
         self.device = self.params[0].device if device is None and self.params else torch.device(device or "cpu")
-        weigh = weigher(optimizer_class, options, cost)
+        hints_of = make_hints_of(optimizer_class, options, cost)
         self.offload = Offload.of(offload)
         self.specs = [
             ParameterSpec(
@@ -157,9 +158,9 @@ class Training:
                 cost=weight.cost,
                 may_be_cut=weight.may_be_cut,
             )
-            for index, (one, weight) in enumerate(zip(self.params, states.weights(weigh), strict=True))
+            for index, (one, weight) in enumerate(zip(self.params, states.hints(hints_of), strict=True))
         ]
-        self.is_weighted, self.max_byte_imbalance = weigh is not None, max_byte_imbalance
+        self.is_weighted, self.max_byte_imbalance = hints_of is not None, max_byte_imbalance
         self._dtypes = {spec.kind: one.dtype for spec, one in zip(self.specs, self.params, strict=True)}
         self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
         self.masters, self.flat, self.views = masters, flat, views

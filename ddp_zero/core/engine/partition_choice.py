@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.communicator import RING_BYTES, Communicator
 from ddp_zero.core.local.inner import is_elementwise_class
 from ddp_zero.core.local.mixed import classes_in
-from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh
+from ddp_zero.core.local.parameters import LOW_PRECISION, HintsOf
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Setting, choose_partition, partition_named
 from ddp_zero.core.plan.shard_plan import Partition
 from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
@@ -28,13 +28,13 @@ def partition_for(
     norm_type: float = 2.0,
     master_weights: bool = False,
     offload: object = None,
-    weigh: Weigh | None = None,
+    hints_of: HintsOf | None = None,
     max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
 ) -> Partition:
     """The partition that was asked for; of ``"auto"`` the choice, with the reason in ``why``.
 
     ValueError if ``asked`` is none of the three. ``optimizer_class`` builds the inner optimizer, ``params`` are all its
-    parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``weigh`` bytes alone count.
+    parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``hints_of`` bytes alone count.
     """
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
@@ -55,7 +55,7 @@ def partition_for(
             rounds_alike=all(_rounds_alike(param, master_weights, offload) for param in params),
         )
     )
-    if weigh is None:
+    if hints_of is None:
         return found
     return WeightedParameters.like(found, max_byte_imbalance, is_native=exchange == "native")
 

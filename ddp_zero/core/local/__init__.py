@@ -18,8 +18,8 @@ from ddp_zero.core.local.inner import (
     class_name,
     elementwise,
     is_elementwise_class,
-    part_for,
     rehearse_load,
+    suboptimizer_for,
 )
 from ddp_zero.core.local.instances import instance_in
 from ddp_zero.core.local.memory import digest
@@ -29,7 +29,7 @@ from ddp_zero.core.local.weak_calls import weakly
 
 __all__ = ["Grouping", "check_class", "check_flags", "check_group", "check_known", "check_params", "group_by_options"]
 __all__ += ["Cost", "deal_by_cost", "digest_of", "parameters_of", "written"]
-__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "part_for"]
+__all__ += ["ParamGroup", "SteppedTogether", "class_name", "elementwise", "is_elementwise_class", "suboptimizer_for"]
 __all__ += ["digest", "instance_in", "rehearse_load"]
 __all__ += ["CLASS_KEY", "MASTER_KEY", "ParameterTable", "SteppedWhole", "StepsWithPeers", "rounds_to", "sample_values"]
 __all__ += ["weakly"]

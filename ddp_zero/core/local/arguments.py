@@ -17,7 +17,7 @@ _NOT_A_MEMBER = GroupMember.NON_GROUP_MEMBER
 Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """Maps a parameter's name in the model and the parameter to its group's options; None: the class's defaults."""
 
-PARALLEL_DOOR = (
+PARALLEL_REMEDY = (
     "Call ddp_zero.shard_optimizer(model, AdamW, groups, mesh=..., data_parallel_dim=...), with groups as a list: it "
     "returns a ddp_zero.parallel.ParallelOptimizer."
 )
@@ -158,7 +158,7 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
         if name in PARALLEL_OPTIONS and name not in known:
             raise TypeError(
                 f"Expected options of an optimizer whose ranks all hold the same parameters, got {name}=. "
-                f"{PARALLEL_DOOR} [ZERO-116]"
+                f"{PARALLEL_REMEDY} [ZERO-116]"
             )
         if name not in known:
             begun = [own for own in library if own.startswith(name)]

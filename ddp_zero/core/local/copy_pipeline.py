@@ -1,15 +1,16 @@
 """Pipelined copies of buckets to the host, where they are stepped, and back.
 
 [Note: order of copies]
-A few buffers are used in turn. A buffer is *coming* while a bucket's gradients are copied to the host, and *going*
-while its new parameters are copied back. With three buffers::
+A few pinned staging buffers are used in turn: for a bucket's gradients on their way to the host, then for its new
+parameters on their way back to the device. With three buffers A, B and C::
 
-    bucket arrives   0          1              2                 3
-    to the host      0 -> A     1 -> B         2 -> C            A is back; 3 -> A
-    stepped          -          0, A is going  1, B is going     2, C is going
+    bucket ready     0          1              2                 3
+    to the host      0 -> A     1 -> B         2 -> C            wait for A; 3 -> A
+    stepped          -          0              1                 2
+    back to device   -          0 <- A         1 <- B            2 <- C
 
-The host waits at two places only: for a bucket's copy right before its step, and for a buffer to be back before it is
-reused. The order depends on the order of buckets alone, so it is the same on all ranks.
+The host waits at two places only: for a bucket's copy right before its step, and for a buffer's copy back before the
+buffer is reused. The order depends on the order of buckets alone, so it is the same on all ranks.
 """
 
 from collections import deque
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ddp_zero.values.shapes import is_dense
 
-_ALIGNMENT = 16  # bytes; any dtype can be laid there
+_ALIGNMENT = 16  # bytes; fits any dtype
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Targets and sources of copies; both of a pair have one dtype and number of elements."""
@@ -33,7 +34,7 @@ Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class AwaitBack:
+class AwaitCopyBack:
     """Block until the new parameters have left this buffer."""
 
     buffer: int
@@ -63,11 +64,11 @@ class StepAndCopyBack:
     buffer: int
 
 
-Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
+Action = AwaitCopyBack | CopyToHost | AwaitHost | StepAndCopyBack
 
 
 class Schedule:
-    """Decides, in plain ints, the actions on arrival of a bucket; see [Note: order of copies].
+    """Decides, in plain ints, the actions when a bucket's gradients are ready; see [Note: order of copies].
 
     With one buffer nothing overlaps; from two on a bucket's copy overlaps with the step of the bucket before it; from
     four on more copies are in flight at once.
@@ -77,46 +78,46 @@ class Schedule:
         if buffers < 1:
             raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-103]")
         self.buffers = buffers
-        # a bucket is stepped this many arrivals late, while its copy is in flight; from three buffers on, a buffer is
-        # left for the copy back
+        # a bucket is stepped when this many later buckets are submitted, while its copy is in flight; from three
+        # buffers on, a buffer is left for the copy back
         self.lag = 0 if buffers == 1 else max(1, buffers - 2)
-        self._coming: deque[tuple[int, int]] = deque()
-        self._going: set[int] = set()
+        self._to_host: deque[tuple[int, int]] = deque()
+        self._to_device: set[int] = set()
         self._next = 0
 
-    def arrive(self, bucket: int) -> list[Action]:
+    def submit(self, bucket: int) -> list[Action]:
         """The actions once a bucket's gradients are ready, after all earlier actions."""
         buffer, self._next = self._next, (self._next + 1) % self.buffers
         actions: list[Action] = []
-        # still read by the device: new gradients must not land here before its parameters have left
-        if buffer in self._going:
-            self._going.discard(buffer)
-            actions.append(AwaitBack(buffer))
+        # the device still reads this buffer: new gradients must not overwrite parameters before they are copied back
+        if buffer in self._to_device:
+            self._to_device.discard(buffer)
+            actions.append(AwaitCopyBack(buffer))
         actions.append(CopyToHost(bucket, buffer))
-        self._coming.append((bucket, buffer))
-        while len(self._coming) > self.lag:
+        self._to_host.append((bucket, buffer))
+        while len(self._to_host) > self.lag:
             actions += self._step_oldest()
         return actions
 
     def drain(self) -> list[Action]:
         """The actions at the end of a step. Copies back may still be in flight afterwards."""
         actions: list[Action] = []
-        while self._coming:
+        while self._to_host:
             actions += self._step_oldest()
         return actions
 
     def abandon(self) -> list[Action]:
         """The waits after an error: no bucket is stepped, and no buffer is in use afterwards."""
         # copies in flight still write to these buffers: they must end before the memory is reused
-        waits: list[Action] = [AwaitHost(bucket, buffer) for bucket, buffer in self._coming]
-        waits += [AwaitBack(buffer) for buffer in sorted(self._going)]
-        self._coming.clear()
-        self._going.clear()
+        waits: list[Action] = [AwaitHost(bucket, buffer) for bucket, buffer in self._to_host]
+        waits += [AwaitCopyBack(buffer) for buffer in sorted(self._to_device)]
+        self._to_host.clear()
+        self._to_device.clear()
         return waits
 
     def _step_oldest(self) -> list[Action]:
-        bucket, buffer = self._coming.popleft()
-        self._going.add(buffer)
+        bucket, buffer = self._to_host.popleft()
+        self._to_device.add(buffer)
         return [AwaitHost(bucket, buffer), StepAndCopyBack(bucket, buffer)]
 
 
@@ -188,21 +189,21 @@ def _follows(first: Tensor, second: Tensor) -> bool:
     )
 
 
-# Buckets on the way
+# Buckets in flight
 
 
 @dataclass(frozen=True)
-class Load:
-    """The tensors copied for the step of one parameter."""
+class StepInputs:
+    """The tensors that the host needs for the step of one offloaded parameter."""
 
-    index: int  # index of the parameter
+    index: int  # of the parameter
     gradient: Tensor  # the reduced gradient, in the shape of the stepped tensor
-    value: Tensor | None  # the parameter, or its owned part, if the stepped tensor is a copy of it; None for a master
-    stepped: Tensor  # the tensor that the inner optimizer steps
+    value: Tensor | None  # the parameter, or its owned part, that the stepped tensor is a copy of; None for a master
+    stepped: Tensor  # the tensor on the host that the inner optimizer steps
 
 
-class Arrived:
-    """Gradients on the host by parameter index; a gradient source for one bucket."""
+class HostGradients:
+    """The gradients of one bucket that were copied to the host, by parameter index."""
 
     def __init__(self, gradients: dict[int, Tensor]) -> None:
         self._gradients = gradients
@@ -215,20 +216,20 @@ class Arrived:
 
 
 @dataclass
-class _Buffer:
-    """Memory of one bucket on its way to the host and back."""
+class _StagingBuffer:
+    """Pinned memory for one bucket on its way to the host and back."""
 
     memory: Tensor | None = None
-    copies: Wait | None = None  # in flight
-    loads: Sequence[Load] = ()  # with windows of the buffer as gradients and values
+    copies: Wait | None = None  # waits for the copies in flight
+    inputs: Sequence[StepInputs] = ()  # with views of the buffer as gradients and values
 
     def wait(self) -> None:
         wait, self.copies = self.copies, None
         if wait is not None:
             wait()
 
-    def lay_out(self, likes: Sequence[Tensor], transfer: Transfer) -> list[Tensor]:
-        """Windows in the shapes of these tensors, end to end, so that adjacent tensors stay adjacent."""
+    def views_like(self, likes: Sequence[Tensor], transfer: Transfer) -> list[Tensor]:
+        """Views of the buffer in the shapes of these tensors, end to end, so that adjacent tensors stay adjacent."""
         if not likes:
             return []
         starts, end = [], 0
@@ -237,7 +238,7 @@ class _Buffer:
             end = starts[-1] + like.nbytes
         nbytes = end + -end % _ALIGNMENT
         if self.memory is None or self.memory.numel() < nbytes:
-            self.memory = None  # not two at once
+            self.memory = None  # free the old memory first
             self.memory = transfer.buffer(nbytes)
         windows = []
         for like, start in zip(likes, starts, strict=True):
@@ -248,27 +249,27 @@ class _Buffer:
 
 
 class CopyPipeline:
-    """The buffers of one device, and the buckets in them."""
+    """The staging buffers of one device, and the buckets in them."""
 
     def __init__(self, transfer: Transfer, buffers: int) -> None:
         self._transfer = transfer
         self._schedule = Schedule(buffers)
-        self._buffers = [_Buffer() for _ in range(buffers)]
-        self._current: _Buffer | None = None  # whose bucket is being stepped
+        self._buffers = [_StagingBuffer() for _ in range(buffers)]
+        self._current: _StagingBuffer | None = None  # holds the bucket that is being stepped
 
-    def arrive(self, bucket: int, loads: Callable[[], Sequence[Load]]) -> Iterator[tuple[int, Arrived]]:
-        """See `Residence.arrive`. Calls ``loads`` once a buffer is free for them."""
-        yield from self._carry_out(self._schedule.arrive(bucket), loads)
+    def submit(self, bucket: int, inputs: Callable[[], Sequence[StepInputs]]) -> Iterator[tuple[int, HostGradients]]:
+        """See `StatePlacement.submit`. Calls ``inputs`` once a buffer is free."""
+        yield from self._perform(self._schedule.submit(bucket), inputs)
 
-    def drain(self) -> Iterator[tuple[int, Arrived]]:
-        yield from self._carry_out(self._schedule.drain(), tuple)
+    def drain(self) -> Iterator[tuple[int, HostGradients]]:
+        yield from self._perform(self._schedule.drain(), tuple)
 
-    def show(self, pairs: Pairs) -> None:
+    def copy_back(self, pairs: Pairs) -> None:
         """Start copies of (parameter's memory, stepped tensor) pairs through the buffer of the bucket being stepped."""
         buffer = self._current
         assert buffer is not None, "within the step of a bucket"
-        # overwrites the bucket's gradients, which its step has consumed: one buffer serves both directions
-        windows = buffer.lay_out([target for target, _ in pairs], self._transfer)
+        # this overwrites the bucket's gradients, which its step has consumed: one buffer serves both directions
+        windows = buffer.views_like([target for target, _ in pairs], self._transfer)
         torch._foreach_copy_(windows, [stepped for _, stepped in pairs])  # rounded on the host
         targets = [target for target, _ in pairs]
         buffer.copies = self._transfer.to_device(list(zip(targets, windows, strict=True)))
@@ -283,45 +284,45 @@ class CopyPipeline:
         self._current = None
         for buffer in self._buffers:
             buffer.wait()
-            buffer.loads = ()
+            buffer.inputs = ()
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.memory.numel() for buffer in self._buffers if buffer.memory is not None)
 
-    def _carry_out(
-        self, actions: Sequence[Action], loads: Callable[[], Sequence[Load]]
-    ) -> Iterator[tuple[int, Arrived]]:
+    def _perform(
+        self, actions: Sequence[Action], inputs: Callable[[], Sequence[StepInputs]]
+    ) -> Iterator[tuple[int, HostGradients]]:
         for action in actions:
             buffer = self._buffers[action.buffer]
             if isinstance(action, CopyToHost):
-                # evaluated only now, with a free buffer: earlier, the loads would hold their gradients for longer
-                self._send(buffer, loads())
+                # called only when a buffer is free: earlier, the inputs would hold their gradients for longer
+                self._send(buffer, inputs())
             elif isinstance(action, StepAndCopyBack):
                 yield from self._step(action.bucket, buffer)
             else:
                 buffer.wait()
 
     @torch.no_grad()
-    def _send(self, buffer: _Buffer, loads: Sequence[Load]) -> None:
-        values = [load.value for load in loads if load.value is not None]
-        sources = [*(load.gradient for load in loads), *values]
-        targets = buffer.lay_out(sources, self._transfer)
-        of_values = iter(targets[len(loads) :])
-        # the device's own are not held: a sum can go once the stream has copied it, before its bucket is stepped
-        buffer.loads = [
-            Load(load.index, window, None if load.value is None else next(of_values), load.stepped)
-            for load, window in zip(loads, targets, strict=False)
+    def _send(self, buffer: _StagingBuffer, inputs: Sequence[StepInputs]) -> None:
+        values = [each.value for each in inputs if each.value is not None]
+        sources = [*(each.gradient for each in inputs), *values]
+        targets = buffer.views_like(sources, self._transfer)
+        value_targets = iter(targets[len(inputs) :])
+        # gradients on the device are not held: their memory is free once the stream has copied them, before the step
+        buffer.inputs = [
+            StepInputs(each.index, view, None if each.value is None else next(value_targets), each.stepped)
+            for each, view in zip(inputs, targets, strict=False)
         ]
         if sources:
             buffer.copies = self._transfer.to_host(list(zip(targets, sources, strict=True)))
 
     @torch.no_grad()
-    def _step(self, bucket: int, buffer: _Buffer) -> Iterator[tuple[int, Arrived]]:
-        for load in buffer.loads:
-            if load.value is not None:
-                load.stepped.copy_(load.value)
+    def _step(self, bucket: int, buffer: _StagingBuffer) -> Iterator[tuple[int, HostGradients]]:
+        for each in buffer.inputs:
+            if each.value is not None:
+                each.stepped.copy_(each.value)
         self._current = buffer
-        yield bucket, Arrived({load.index: load.gradient for load in buffer.loads})
+        yield bucket, HostGradients({each.index: each.gradient for each in buffer.inputs})
         self._current = None
-        buffer.loads = ()
+        buffer.inputs = ()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import SteppedTogether, may_be_cut
 from ddp_zero.core.local.mixed import class_for, classes_in
-from ddp_zero.core.local.parameters import Weigh, Weight
+from ddp_zero.core.local.parameters import HintsOf, PartitionHints
 from ddp_zero.core.plan.partition import Item, Loads, partition_by_cost, partition_greedy
 from ddp_zero.core.plan.weighted import byte_limit
 
@@ -128,14 +128,14 @@ def check_cost(cost: object, max_byte_imbalance: object) -> None:
         raise ValueError(f"Expected max_byte_imbalance of at least 1, got {max_byte_imbalance!r}. [ZERO-127]")
 
 
-def weigher(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> Weigh | None:
+def make_hints_of(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> HintsOf | None:
     """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class."""
     of_classes = classes_in(optimizer_class)
     knows_costs = callable(cost) or (cost == "auto" and any(map(has_known_cost, of_classes)))
     if not (len(of_classes) > 1 or knows_costs or any(map(_states_owners, of_classes))):
         return None
 
-    def weigh(param: Tensor, group: Mapping[str, Any]) -> Weight:
+    def hints_of(param: Tensor, group: Mapping[str, Any]) -> PartitionHints:
         kind = class_for(optimizer_class, group)
         if callable(cost):
             found = stated_cost(cost, param, group)
@@ -145,9 +145,9 @@ def weigher(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, An
             own = defaults if kind is of_classes[0] else {}
             found = known_cost(kind, param.shape, {**own, **group})
         owner = kind.owner_of(param) if _states_owners(kind) else None
-        return Weight(found, may_be_cut(optimizer_class, group), owner)
+        return PartitionHints(found, may_be_cut(optimizer_class, group), owner)
 
-    return weigh
+    return hints_of
 
 
 def _states_owners(kind: object) -> TypeGuard[type[SteppedTogether]]:

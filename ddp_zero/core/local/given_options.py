@@ -1,10 +1,10 @@
-"""Options of parameter groups as the training loop has given them, which must be the same on every rank.
+"""Tracks the options of parameter groups as the training loop has set them, which must be the same on every rank.
 
-A step may change options too: Prodigy its step size, others a count of steps. Ranks may differ in those for a while
-(see `core.step.coupling`). So an option counts as the loop has given it last, whatever steps have made of it since.
+A step may change options too: Prodigy changes its step size, other classes a count of steps. Ranks may differ in these
+for a while (see `core.step.coupling`). So ranks compare the values that their loops have set last.
 
 Ranks compare all options when an optimizer is built and a group is added, and at the end of each step the digest of a
-`Statement`, in the message that tells how the step went.
+`OptionsSummary`, in the message that tells how the step went.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Written = dict[str, str]
+OptionTexts = dict[str, str]
 """Options of a group by name, as text: equal texts are equal values."""
 
 _SHOWN_BYTES = 440
@@ -29,32 +29,34 @@ _UNKNOWN = object()
 
 
 @dataclass(frozen=True)
-class Statement:
+class OptionsSummary:
     """The options of one rank, short enough to travel with every step."""
 
     digest: int = 0  # of all of them
-    # position of the group, name and value of those that fit, the last changed options first, as JSON
+    # group, name and value of as many options as fit, the last changed first, as JSON
     shown: str = ""
 
 
 class GivenOptions:
-    """The options of the groups of one optimizer, between ranks that must give the same options.
+    """Tracks the options that the loop has set in the groups of one optimizer, to compare them between ranks.
 
-    ``known`` are options of the optimizer's class. Of others only numbers and flags count.
+    ``known`` are options of the optimizer's class. Other options count if they are floats, tensors or flags.
     """
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = known
-        self.positions: Sequence[int] | None = None  # of the groups among all that the user knows; None: they are all
-        self.first: list[Written] = []  # of each group, the options that it was built with
-        self.values: list[Written] = []  # of each group, the options as the loop has given them last
-        self.statement = Statement()  # these, for other ranks
-        self._seen: list[dict[str, Any]] = []
-        self._shown: list[tuple[list[str], list[Any], dict[str, Any]]] = []  # of each group: see `_plain_options`
-        self._changed: dict[tuple[int, str], None] = {}  # the last one at the end
+        self.positions: Sequence[int] | None = (
+            None  # of the groups in the user's list of groups; None: the user has these groups only
+        )
+        self.initial: list[OptionTexts] = []  # the options that each group was built with
+        self.values: list[OptionTexts] = []  # the options of each group as the loop has set them last
+        self.summary = OptionsSummary()  # of ``values``, for other ranks
+        self._seen: list[dict[str, Any]] = []  # the options of each group when last looked at
+        self._shown: list[tuple[list[str], list[Any], dict[str, Any]]] = []  # cache of `_plain_options`, by group
+        self._changed: dict[tuple[int, str], None] = {}  # options that the loop has changed, in order
 
-    def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Before a step: take note of what the loop has changed since the last look, or since a step left its own."""
+    def note_changes_of_loop(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before a step: note the options that the loop has changed since the last note."""
         is_new = len(groups) != len(self._seen)
         if is_new:
             self._follow_number_of(groups)
@@ -66,23 +68,23 @@ class GivenOptions:
         if is_new:
             self._state()
 
-    def note_left(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """After a step, or whatever else of the optimizer: its changes are not the loop's."""
+    def note_changes_of_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """After a step, or another method of the optimizer: take its changes as not made by the loop."""
         if len(groups) != len(self._seen):
-            self.look(groups)
+            self.note_changes_of_loop(groups)
         else:
             self._seen = [self._plain_options(place, group) for place, group in enumerate(groups)]
 
     def note_load(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """After a state dict was loaded: all its options are given."""
+        """After a state dict was loaded: take all its options as set by the loop."""
         self._seen = [{} for _ in self._seen]
         self.values = [{} for _ in self.values]
-        self.look(groups)
+        self.note_changes_of_loop(groups)
 
     def position(self, place: int) -> int:
         return place if self.positions is None else self.positions[place]
 
-    def find_difference(self, theirs: Statement) -> tuple[int, str, str | None, str | None]:
+    def find_difference(self, theirs: OptionsSummary) -> tuple[int, str, str | None, str | None]:
         """Position and name of an option in which two ranks differ, its value here, and there; None if not known."""
         mine = {self.position(place): values for place, values in enumerate(self.values)}
         others = json.loads(theirs.shown or "[]")
@@ -90,17 +92,17 @@ class GivenOptions:
             if (own := mine.get(position, {}).get(name)) != value:
                 return position, name, own, value
         known = {(position, name) for position, name, _ in others}
-        last = next((one for one in json.loads(self.statement.shown) if (one[0], one[1]) not in known), None)
+        last = next((option for option in json.loads(self.summary.shown) if (option[0], option[1]) not in known), None)
         return (self.position(0), "an option", None, None) if last is None else (last[0], last[1], last[2], None)
 
     def _follow_number_of(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for kept in (self.first, self.values, self._seen, self._shown):
+        for kept in (self.initial, self.values, self._seen, self._shown):
             del kept[len(groups) :]
         self._changed = {key: None for key in self._changed if key[0] < len(groups)}
         for place, group in enumerate(groups[len(self._seen) :], len(self._seen)):
             shown = self._plain_options(place, group)
-            self.first.append({name: text(value) for name, value in shown.items()})
-            self.values.append(dict(self.first[-1]))
+            self.initial.append({name: text(value) for name, value in shown.items()})
+            self.values.append(dict(self.initial[-1]))
             self._seen.append(shown)
 
     def _take(self, place: int, shown: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
@@ -126,7 +128,7 @@ class GivenOptions:
                 shown.pop()
                 break
         digest = digest_of([sorted(values.items()) for values in self.values])
-        self.statement = Statement(digest, f"[{','.join(shown)}]")
+        self.summary = OptionsSummary(digest, f"[{','.join(shown)}]")
 
     def _last_changed_first(self) -> Iterator[tuple[int, str]]:
         yield from (key for key in reversed(self._changed) if key[1] in self.values[key[0]])
@@ -141,15 +143,15 @@ class GivenOptions:
                 return before[2]
         counted = {name: value for name, value in group.items() if counts(name, value, self._known)}
         shown = {name: value if type(value) in _PLAIN else plain(value) for name, value in counted.items()}
-        # of the same objects the same is shown, unless one can change in place
-        held = [one for value in counted.values() for one in (value if type(value) is tuple else (value,))]
+        # the result can be reused for the same objects, unless one of them can change in place
+        held = [item for value in counted.values() for item in (value if type(value) is tuple else (value,))]
         are_fixed = _PLAIN.issuperset(map(type, held))
         self._shown[place : place + 1] = [(names, values if are_fixed else [_UNKNOWN], shown)]
         return shown
 
 
-def written_options(group: Mapping[str, Any], known: Collection[str] = ()) -> Written:
-    """The options of a group that ranks must give alike; waits for values on accelerators."""
+def written_options(group: Mapping[str, Any], known: Collection[str] = ()) -> OptionTexts:
+    """The options of a group that must be equal on all ranks, as text; waits for values on accelerators."""
     shown = {name: value for name, value in group.items() if counts(name, value, known)}
     return {name: written(value) for name, value in shown.items()}
 
@@ -160,14 +162,14 @@ def written(value: Any) -> str:
 
 
 def counts(name: str, value: Any, known: Collection[str]) -> bool:
-    """True if ranks must give an option alike: the class knows it, or it may all the same change its step.
+    """True if an option must be equal on all ranks: the class knows it, or it may affect the step all the same.
 
-    Names and whole numbers do not: a loop may keep them in a group for itself, as the number of an expert.
+    Unknown names and whole numbers do not count: a loop may keep them for itself, as the number of an expert.
     """
     if name in _PER_PARAMETER:
         return False
     values = value if isinstance(value, tuple) else (value,)
-    return name in known or all(_may_count(one) for one in values)
+    return name in known or all(map(_may_count, values))
 
 
 def _may_count(value: Any) -> bool:
@@ -175,9 +177,9 @@ def _may_count(value: Any) -> bool:
 
 
 def plain(value: Any, reads_devices: bool = False) -> Any:
-    """A value that can be compared; without a wait for an accelerator, unless that is asked for."""
+    """A value that can be compared; waits for an accelerator only if it ``reads_devices``."""
     if isinstance(value, tuple | list):
-        return tuple(plain(one, reads_devices) for one in value)
+        return tuple(plain(item, reads_devices) for item in value)
     if isinstance(value, Tensor):
         if value.is_meta or not (value.device.type == "cpu" or reads_devices):
             return f"a tensor on {value.device.type}"
@@ -191,7 +193,7 @@ def plain(value: Any, reads_devices: bool = False) -> Any:
 
 
 def text(value: Any) -> str:
-    """A value of `plain` in words, a number with all its digits."""
+    """A value of `plain` as text, a number with all its digits."""
     if isinstance(value, tuple):
         return f"({', '.join(map(text, value))})"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

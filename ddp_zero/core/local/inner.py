@@ -4,7 +4,7 @@ The inner optimizer knows nothing about buckets. Its ``param_groups`` are the gr
 exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold the
 bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
 
-What a step changes outside per-parameter state must change once per step, however many buckets there are. Some
+Values outside per-parameter state must change once per step, however many buckets it has. Some
 optimizers count steps in a group (``group["k"] += 1``), on themselves (``self.calls += 1``) or in state that belongs to
 no parameter (``self.state["k"] += 1``), in numbers or tensors. So every bucket starts from the same options and the
 same counters, and the values after the last bucket are kept.
@@ -67,7 +67,7 @@ def is_elementwise(inner: Optimizer) -> bool:
 
 
 def is_elementwise_class(optimizer_class: object) -> bool:
-    """True if a class builds such optimizers; not known of other functions that build optimizers."""
+    """True if an argument is a class that steps each element by itself; False for functions that build optimizers."""
     return isinstance(optimizer_class, type) and optimizer_class in elementwise_classes
 
 
@@ -77,8 +77,8 @@ def may_be_cut(optimizer_class: object, group: Mapping[str, Any]) -> bool:
 
 def check_elementwise(inner: Optimizer) -> None:
     """Check that an optimizer, or some class of a mixed optimizer, steps each element by itself; else TypeError."""
-    if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.parts.values())):
-        return  # the others' parameters stay whole
+    if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.suboptimizers.values())):
+        return  # parameters of other classes stay whole
     if not is_elementwise(inner):
         names = ", ".join(sorted(known.__name__ for known in elementwise_classes))
         raise TypeError(
@@ -110,7 +110,7 @@ PER_PARAMETER_KEYS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
-    """A group without its parameters and names; their keys keep their places, since a state dict shows the order."""
+    """A group without its parameters and names; their keys stay, as None: a state dict shows the order of keys."""
     options = {**group}
     options.update((key, None) for key in PER_PARAMETER_KEYS if key in options)
     return options
@@ -125,7 +125,7 @@ def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
         return
     options = {key: value for key, value in source.items() if key in own or key not in PER_PARAMETER_KEYS}
     target.clear()
-    target.update(options | own)  # own values keep the places that these keys have in the source
+    target.update(options | own)  # these keys get the places that they have in the source
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
@@ -136,15 +136,15 @@ def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamG
     }
 
 
-def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
-    """A copy of a user's group with the tensors stepped on this rank, names included."""
+def local_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
+    """A copy of a user's group with the tensors that this rank steps, and their names."""
     local = restrict_group(group, stepped)
     local["params"] = [stepped[param] for param in local["params"]]
     return local
 
 
 def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
-    """A getter for the current groups, without a cycle that only the garbage collector could free."""
+    """A getter for an optimizer's current groups that does not keep the optimizer alive."""
     reference = weakref.ref(optimizer)
 
     def groups() -> list[ParamGroup]:
@@ -160,17 +160,17 @@ def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
     return groups
 
 
-def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, and the instances that step for it if it is mixed."""
-    return [optimizer, *(optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else ())]
+def suboptimizers_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and, if it is mixed, the optimizers of its classes."""
+    return [optimizer, *(optimizer.suboptimizers.values() if isinstance(optimizer, MixedOptimizer) else ())]
 
 
 def options_known_to(optimizer: Optimizer) -> frozenset[str]:
-    return frozenset(name for part in parts_of(optimizer) for name in part.defaults)
+    return frozenset(name for part in suboptimizers_of(optimizer) for name in part.defaults)
 
 
-def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
+def suboptimizer_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    return optimizer.suboptimizers[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
 
 
 _COUNTS = {bool, int, float, type(None)}
@@ -179,8 +179,8 @@ _BY_SCALER = "_step_supports_amp_scaling"
 
 
 def steps_by_scaler(optimizer: Optimizer) -> bool:
-    """True if a `GradScaler` leaves division and skipping to the optimizer's step, as to torch's fused classes."""
-    stepping = optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else [optimizer]
+    """True if a `GradScaler` lets the optimizer divide and skip in its step, as it lets torch's fused classes."""
+    stepping = optimizer.suboptimizers.values() if isinstance(optimizer, MixedOptimizer) else [optimizer]
     return all(getattr(part, _BY_SCALER, False) for part in stepping)
 
 
@@ -189,14 +189,14 @@ class LocalStep:
 
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
-        exposed: the groups that the user sees now, whose options the inner groups mirror.
+        exposed: returns the user's current groups, whose options the inner groups mirror.
 
     Attributes:
-        options: of the exposed groups, as the loop has given them.
-        note: called after each bucket's step with the bucket, its groups and the places of those that were stepped.
-        loss: of the closure of this step, or None.
-        result: of the last bucket's step, or None.
-        lists: step buckets without `step` where that is possible; then `begin` has the result of the step.
+        options: the options of the exposed groups as the loop has set them.
+        after_bucket: called after each bucket's step with the bucket, its groups, and indices of the stepped groups.
+        loss: the loss of this step's closure, or None.
+        result: the result of the last bucket's step, or None.
+        lists: steps buckets in place of `step` where possible; `begin` then returns the result of the step.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them, or needs them in one step. Then the first bucket's step is
             the whole step.
@@ -205,25 +205,25 @@ class LocalStep:
     def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
         self.inner = inner
         self._exposed = exposed
-        self.note: Callable[[int, list[ParamGroup], list[int]], None] | None = None
-        self._parts = parts_of(inner)
+        self.after_bucket: Callable[[int, list[ParamGroup], list[int]], None] | None = None
+        self._parts = suboptimizers_of(inner)
         self.options = GivenOptions(options_known_to(inner))
         wraps = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self.steps_whole = wraps or any(isinstance(part, SteppedTogether) for part in self._parts)
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
-        self._groups_after: list[list[ParamGroup]] = []
-        self._options: list[ParamGroup] = []
-        self._plain_counters: list[dict[Any, Any]] = []  # of each instance
-        self._shared_counters: dict[Any, Any] = {}
-        self._sizes: tuple[list[int], int] = ([], 0)  # numbers of attributes, and of states, without new counters
-        self._counter_keys: list[Any] = []  # of states that belong to no parameter
-        self._known_states = -1  # how many states there were when these were looked for
-        self._counters: list[tuple[Tensor, Tensor]] = []
+        self._groups_stepped: list[list[ParamGroup]] = []  # the groups of each bucket stepped so far
+        self._options: list[ParamGroup] = []  # of each group at the beginning of the step
+        self._plain_counters: list[dict[Any, Any]] = []  # attributes of each optimizer in ``_parts``, likewise
+        self._shared_counters: dict[Any, Any] = {}  # in state that belongs to no parameter, likewise
+        self._sizes: tuple[list[int], int] = ([], 0)  # numbers of attributes and of states, before new counters
+        self._counter_keys: list[Any] = []  # keys of states that belong to no parameter
+        self._known_states = -1  # number of states when ``_counter_keys`` was computed
+        self._counters: list[tuple[Tensor, Tensor]] = []  # tensors that count, and copies of them
         self.loss: Any = None
         self.result: Any = None
-        self._given: Mapping[str, Any] = {}
+        self._kwargs: Mapping[str, Any] = {}
         self._has_closure = False
-        self._step = _step_of(inner)
+        self._step = _unwrapped_step(inner)
         self.lists = StepLists(inner, {})
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
@@ -234,10 +234,10 @@ class LocalStep:
         }
         self.lists = StepLists(self.inner, self._groups_of_bucket)
 
-    def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
+    def reassign(self, stepped: Mapping[Tensor, Tensor]) -> None:
         """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
         for exposed, group in zip(self._exposed(), self.inner.param_groups, strict=True):
-            owned = localise_group(exposed, stepped)
+            owned = local_group(exposed, stepped)
             for key in PER_PARAMETER_KEYS:
                 if key in group:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
@@ -249,14 +249,14 @@ class LocalStep:
         if closure is not None:
             with torch.enable_grad():
                 self.loss = closure()
-        self._groups_after = []
-        self._step = _step_of(self.inner)
-        self.options.look(self._exposed())
+        self._groups_stepped = []
+        self._step = _unwrapped_step(self.inner)
+        self.options.note_changes_of_loop(self._exposed())
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self.inner.state
-        if len(state) != self._known_states:  # a look at all states takes long
+        if len(state) != self._known_states:  # it takes long to check all states
             self._counter_keys, self._known_states = [k for k in state if not isinstance(k, Tensor)], len(state)
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
@@ -266,29 +266,29 @@ class LocalStep:
         return self.loss
 
     @contextmanager
-    def giving(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Within a step: its buckets are stepped by ``optimizer.step()`` with these options."""
-        self._given, self.lists.may_step = options, False
+    def with_kwargs(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """A context within a step: its buckets are stepped by ``optimizer.step()`` with these keyword arguments."""
+        self._kwargs, self.lists.may_step = options, False
         try:
             yield
         finally:
-            self._given = {}
+            self._kwargs = {}
 
     def step(self, bucket: int) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
 
-        RuntimeError if the inner optimizer evaluates the closure more than once in a step, or stepped parameters that
-        it was not given.
+        RuntimeError if the inner optimizer evaluates the closure more than once in a step, or has stepped parameters
+        of other buckets.
         """
         groups = self._groups_of_bucket.get(bucket)
         if self.steps_whole:
-            groups = None if groups is None or self._groups_after else self.inner.param_groups
+            groups = None if groups is None or self._groups_stepped else self.inner.param_groups
         if groups is None:
             return None
-        others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
+        others = [] if self.steps_whole or self._groups_stepped else self._versions_outside(bucket)
         self.result = result = self._step_groups(groups)
-        if self.note is not None:
-            self.note(bucket, groups, _with_gradient(groups))
+        if self.after_bucket is not None:
+            self.after_bucket(bucket, groups, _with_gradient(groups))
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(
@@ -299,7 +299,7 @@ class LocalStep:
         return result
 
     def give_up(self, bucket: int) -> None:
-        """In place of `step`, after an error of this rank; see `StepsWithPeers`."""
+        """Called in place of `step` after an error of this rank; see `StepsWithPeers`."""
         inner = self.inner
         if bucket not in self._groups_of_bucket or self.is_done or not isinstance(inner, StepsWithPeers):
             return
@@ -312,12 +312,12 @@ class LocalStep:
 
     @property
     def is_done(self) -> bool:
-        return self.steps_whole and bool(self._groups_after)
+        return self.steps_whole and bool(self._groups_stepped)
 
     @property
     def has_stepped_nothing(self) -> bool:
         """True if this rank owned nothing of the buckets that were stepped so far."""
-        return not (self._groups_after or self.lists.has_stepped)
+        return not (self._groups_stepped or self.lists.has_stepped)
 
     def step_empty(self) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
@@ -327,11 +327,12 @@ class LocalStep:
     def end(self) -> None:
         """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
         self.step_empty()
-        for position, group in enumerate(self.inner.param_groups if self._groups_after else ()):
-            copies = [groups[position] for groups in self._groups_after]
-            source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
-            if source is not group:
-                copy_options(source, group)
+        if self._groups_stepped:
+            for position, group in enumerate(self.inner.param_groups):
+                copies = [groups[position] for groups in self._groups_stepped]
+                source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
+                if source is not group:
+                    copy_options(source, group)
         self.mirror_to_exposed()
 
     def mirror_to_inner(self) -> None:
@@ -343,7 +344,7 @@ class LocalStep:
         """Copy the options that the inner optimizer set to the exposed groups."""
         for group, exposed in zip(self.inner.param_groups, self._exposed(), strict=True):
             copy_options(group, exposed)
-        self.options.note_left(self._exposed())
+        self.options.note_changes_of_step(self._exposed())
 
     def _step_groups(self, groups: list[ParamGroup]) -> Any:
         inner = self.inner
@@ -353,15 +354,15 @@ class LocalStep:
                 copy_options(options, group)
         for part, counters in zip(self._parts, self._plain_counters, strict=True):
             vars(part).update(counters)
-        if self._groups_after:
+        if self._groups_stepped:
             self._restore_counters()
         step = self._step
         inner.param_groups = groups
         try:
-            self._groups_after.append(groups)
+            self._groups_stepped.append(groups)
             if self._has_closure:
-                return step(closure=_once(self.loss), **self._given)
-            return step(**self._given)
+                return step(closure=_closure_of_known_loss(self.loss), **self._kwargs)
+            return step(**self._kwargs)
         finally:
             inner.param_groups = whole
 
@@ -369,7 +370,7 @@ class LocalStep:
         """Before a further bucket: options and counters are those with which the step has begun."""
         state = self.inner.state
         attributes = [len(vars(part)) for part in self._parts]
-        # only while states are created: a look at all of them takes long
+        # only while states are created: it takes long to check all of them
         if (attributes, len(state)) != self._sizes:
             for part, counters in zip(self._parts, self._plain_counters, strict=True):
                 _drop_new_counters(vars(part), counters)
@@ -382,7 +383,7 @@ class LocalStep:
             tensor.copy_(before)
 
     def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
-        """Owned parameters that a step of this bucket must not change, and the version of each."""
+        """The owned parameters that a step of this bucket must not change, with their versions."""
         return [
             (param, param._version)
             for other, groups in self._groups_of_bucket.items()
@@ -392,7 +393,7 @@ class LocalStep:
         ]
 
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """One-element tensors outside per-parameter state, which a step may change in place, and their values now."""
+        """The one-element tensors outside per-parameter state, which a step may change in place, with copies."""
         holders: list[Mapping[Any, Any]] = [*self._plain_counters, self._shared_counters, *self._options]
         values = [*chain.from_iterable(holder.values() for holder in holders)]
         if _PLAIN.issuperset(map(type, values)):
@@ -406,25 +407,25 @@ def _with_gradient(groups: Sequence[ParamGroup]) -> list[int]:
     return [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
 
 
-def _step_of(inner: Optimizer) -> Callable[..., Any]:
-    """An optimizer's step, for the buckets of one step, without torch's wrapper where that has no effect.
+def _unwrapped_step(inner: Optimizer) -> Callable[..., Any]:
+    """An optimizer's ``step`` for a bucket, without torch's wrapper where the wrapper has no effect.
 
-    It is a profiler's range with hooks before and after, of which global hooks are left to the user's optimizer: see
-    `step_hooks`.
+    The wrapper is a profiler's range with hooks before and after the step; global hooks see the user's optimizer only,
+    see `step_hooks`.
     """
-    is_asked = (
+    has_effect = (
         torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or inner._optimizer_step_pre_hooks
         or inner._optimizer_step_post_hooks
     )
-    if is_asked or not is_wrapped_by_torch(inner):
+    if has_effect or not is_wrapped_by_torch(inner):
         return local_step(inner)
     step: Any = type(inner).step
     return partial(step.__wrapped__, inner)
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Values that may count steps, by name; a step may replace a tensor or change it in place."""
+    """The values of a mapping that may count steps, by key; a step may replace a tensor or change it in place."""
     return {
         k: v
         for k, v in holder.items()
@@ -439,8 +440,8 @@ def _drop_new_counters(holder: MutableMapping[Any, Any], known: Mapping[Any, Any
             del holder[name]
 
 
-def _once(loss: Any) -> Closure:
-    """A closure for the inner optimizer that returns the loss of the user's closure, already evaluated, once."""
+def _closure_of_known_loss(loss: Any) -> Closure:
+    """A closure for the inner optimizer that returns the loss of the user's closure; it may be called once."""
     calls = 0
 
     def evaluated() -> Any:
@@ -481,8 +482,8 @@ def build_inner(
     defaults: dict[str, Any],
 ) -> Optimizer:
     """Build the optimizer over this rank's parameters, one group per exposed group, also if empty; else TypeError."""
-    groups, asked = [localise_group(group, stepped) for group in param_groups], defaults
-    if any(param.device != one.device for param, one in stepped.items()):
+    groups, given = [local_group(group, stepped) for group in param_groups], defaults
+    if any(param.device != target.device for param, target in stepped.items()):
         if isinstance(optimizer_class, Instance):
             groups = [options_on_host(optimizer_class.kind, group) for group in groups]
         else:
@@ -494,28 +495,28 @@ def build_inner(
             f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. Pass a "
             "class of torch.optim, or a function that returns such an optimizer. [ZERO-101]"
         )
-    if defaults is not asked and defaults != asked:  # then the plain optimizer is none that steps by a scaler
-        vars(inner.parts[""] if isinstance(inner, MixedOptimizer) else inner).pop(_BY_SCALER, None)
+    if defaults is not given and defaults != given:  # a scaler would not leave its work to the unsharded optimizer
+        vars(inner.suboptimizers[""] if isinstance(inner, MixedOptimizer) else inner).pop(_BY_SCALER, None)
     return inner
 
 
-def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: StepTargets) -> None:
+def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, targets: StepTargets) -> None:
     """Refuse a group of Adafactor with parameters of several dtypes that takes its epsilon from the first; ValueError.
 
     ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
     that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
     """
     for position, group in enumerate(groups):
-        if not isinstance(part_for(inner, group), optim.Adafactor):
+        if not isinstance(suboptimizer_for(inner, group), optim.Adafactor):
             continue
         members = [index for index, own in enumerate(table.groups) if own == position]
-        dtypes = [stepped.dtype_of(index) for index in members]
-        if group.get("eps", part_for(inner, group).defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
+        dtypes = [targets.dtype_of(index) for index in members]
+        if group.get("eps", suboptimizer_for(inner, group).defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
             continue
         first, other = members[0], next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
         raise ValueError(
             f"Expected parameters of one dtype in group {position} of Adafactor with eps=(None, ...), got "
-            f"{table.label(first)} of {stepped.dtype_of(first)} and {table.label(other)} of {stepped.dtype_of(other)}: "
+            f"{table.label(first)} of {targets.dtype_of(first)} and {table.label(other)} of {targets.dtype_of(other)}: "
             "for all of a group torch takes the resolution of the first. Put each dtype into a group of its own, pass "
             "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by "
             "master_weights=True. [ZERO-105]"
@@ -524,8 +525,8 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
 
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     """Check that an optimizer of torch accepts a state dict, on stand-ins without memory; ValueError if it does not."""
-    own = [one for one in parts_of(inner) if not isinstance(one, MixedOptimizer)]
-    if not all(type(one).__module__.startswith("torch.optim") for one in own):
+    own = [part for part in suboptimizers_of(inner) if not isinstance(part, MixedOptimizer)]
+    if not all(type(part).__module__.startswith("torch.optim") for part in own):
         return
     scratch = copy.copy(inner)
     scratch.state = defaultdict(dict)
@@ -544,17 +545,17 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor, shape: Sequence[int] | None = None) -> dict[str, Any]:
-    """The state that a first step creates for a tensor, or a whole of this shape in its place; changes nothing."""
-    group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
+    """The state that a first step would create for a tensor, or for a tensor of this shape; changes nothing."""
+    group = next(group for group in inner.param_groups if any(stepped is param for param in group["params"]))
     zeros = torch.zeros_like(stepped) if shape is None else stepped.new_zeros(tuple(shape))
     return _step_once(inner, group, torch.nn.Parameter(zeros))
 
 
 def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
-    """The state that a step creates for a tensor of this shape, without memory where the class can step without.
+    """The state that a first step would create for a tensor like this, on the meta device if the class can step there.
 
-    Of ``like``, which may be on the meta device, shape, strides and dtype count. The optimizer is not changed. Raises
-    whatever a class raises that cannot step zeros.
+    The shape, strides and dtype of ``like`` count. The optimizer is not changed. Raises the error of a class that
+    cannot step zeros.
     """
     plain = {key: False for key in ("foreach", "fused", "capturable") if group.get(key)}  # of the same state
     try:
@@ -574,11 +575,11 @@ def _step_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Tenso
 
 
 def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for an optimizer that is stepped on the host instead of an accelerator: fused, unless they say how."""
-    says_how = any(options.get(name) is not None for name in ("fused", "foreach")) or any(
+    """Options for an optimizer that is stepped on the host: fused, unless they choose an implementation."""
+    is_chosen = any(options.get(name) is not None for name in ("fused", "foreach")) or any(
         options.get(name) for name in ("capturable", "differentiable")
     )
-    return dict(options) if says_how or optimizer_class not in _FUSED_ON_HOST else {**options, "fused": True}
+    return dict(options) if is_chosen or optimizer_class not in _FUSED_ON_HOST else {**options, "fused": True}
 
 
 def class_name(inner: Optimizer) -> str:

@@ -80,24 +80,26 @@ class MixedOptimizer(StepsWithPeers):
 
     def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:
         self.mixture = mixture
-        self.parts: dict[str, Optimizer] = {}
+        self.suboptimizers: dict[str, Optimizer] = {}
         for name in dict.fromkeys(["", *(group.get(CLASS_KEY, "") for group in groups)]):
             own = [group for group in groups if group.get(CLASS_KEY, "") == name]
-            self.parts[name] = mixture.build(name, own, defaults)
-        remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
+            self.suboptimizers[name] = mixture.build(name, own, defaults)
+        remaining = {name: iter(part.param_groups) for name, part in self.suboptimizers.items()}
         in_order = [next(remaining[group.get(CLASS_KEY, "")]) for group in groups]
-        states = defaultdict(dict, {key: one for part in self.parts.values() for key, one in part.state.items()})
+        states = defaultdict(
+            dict, {key: one for part in self.suboptimizers.values() for key, one in part.state.items()}
+        )
         # not by torch's constructor, which would add each group once more
         Optimizer.__setstate__(self, {"defaults": {}, "state": states, "param_groups": in_order})
-        self.defaults = self.parts[""].defaults
+        self.defaults = self.suboptimizers[""].defaults
         self._lend()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         name = param_group.get(CLASS_KEY, "")
         self._lend()
-        self.parts[name].add_param_group(param_group)
-        self.param_groups.append(self.parts[name].param_groups[-1])
-        self.state.update(self.parts[name].state)
+        self.suboptimizers[name].add_param_group(param_group)
+        self.param_groups.append(self.suboptimizers[name].param_groups[-1])
+        self.state.update(self.suboptimizers[name].state)
         self._lend()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -107,7 +109,7 @@ class MixedOptimizer(StepsWithPeers):
             with torch.enable_grad():
                 loss = closure()
         self._lend()
-        waiting = deque(part for part in self.parts.values() if part.param_groups)
+        waiting = deque(part for part in self.suboptimizers.values() if part.param_groups)
         try:
             while waiting:
                 local_step(waiting.popleft())(**kwargs)
@@ -124,17 +126,17 @@ class MixedOptimizer(StepsWithPeers):
 
     def give_up(self) -> None:
         self._lend()
-        _give_up(part for part in self.parts.values() if part.param_groups)
+        _give_up(part for part in self.suboptimizers.values() if part.param_groups)
 
     def _lend(self) -> None:
         """Show each instance its groups, as they are now, and the state."""
-        for name, part in self.parts.items():
+        for name, part in self.suboptimizers.items():
             part.param_groups = self._groups_of(name)
             part.state = self.state
 
     def _divide(self) -> None:
         """Show each instance its groups and the states of their parameters alone, which its class can read."""
-        for name, part in self.parts.items():
+        for name, part in self.suboptimizers.items():
             part.param_groups = self._groups_of(name)
             part.state = self._state_of(name)
 
@@ -155,13 +157,13 @@ class MixedOptimizer(StepsWithPeers):
             raise ValueError(f"Expected parameter groups of the classes {names}, got {saved}. [ZERO-604]")
         self._lend()
         loaded: dict[Any, Any] = {}
-        for name, part in self.parts.items():
+        for name, part in self.suboptimizers.items():
             groups = [group for group in state_dict["param_groups"] if group.get(CLASS_KEY, "") == name]
             held = {saved_id for group in groups for saved_id in group["params"]}
             states = {saved_id: state for saved_id, state in state_dict["state"].items() if saved_id in held}
             part.load_state_dict({**state_dict, "state": states, "param_groups": groups})
             loaded.update(part.state)
-        remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
+        remaining = {name: iter(part.param_groups) for name, part in self.suboptimizers.items()}
         self.param_groups = [next(remaining[name]) for name in names]
         self.state = defaultdict(dict, loaded)
         self._lend()
@@ -170,23 +172,23 @@ class MixedOptimizer(StepsWithPeers):
 
     def __getstate__(self) -> dict[str, Any]:
         self._divide()
-        return {**super().__getstate__(), "mixture": self.mixture, "parts": self.parts}
+        return {**super().__getstate__(), "mixture": self.mixture, "suboptimizers": self.suboptimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, part in self.parts.items():
+        for name, part in self.suboptimizers.items():
             part.__setstate__({"state": self._state_of(name), "param_groups": self._groups_of(name)})
 
     def __copy__(self) -> "MixedOptimizer":
         self._divide()
         clone = type(self).__new__(type(self))
         vars(clone).update(vars(self))
-        clone.parts = {name: copy.copy(part) for name, part in self.parts.items()}
+        clone.suboptimizers = {name: copy.copy(part) for name, part in self.suboptimizers.items()}
         return clone
 
     def __getattr__(self, name: str) -> Any:
         """A public attribute of the classes; a method is called on every instance that has it."""
-        parts = vars(self).get("parts", {}).values()
+        parts = vars(self).get("suboptimizers", {}).values()
         found = [getattr(part, name) for part in parts if not name.startswith("_") and hasattr(part, name)]
         if not found:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -293,7 +295,7 @@ def with_class(
                 f"{type(inner).__name__}, got {name}. Build the optimizer with a group of each class. [ZERO-101]"
             )
         if isinstance(inner, MixedOptimizer):
-            group[CLASS_KEY], part = name, inner.parts[name]
+            group[CLASS_KEY], part = name, inner.suboptimizers[name]
     defaults = exposed.defaults
     exposed.defaults = part.defaults
     try:

@@ -1,4 +1,4 @@
-"""The user's parameters in one fixed order, the tensor that is stepped for each, and its gradient.
+"""The user's parameters in one fixed order, the tensor that is stepped for each of them, and its gradient.
 
 A parameter's *index* is its position when the groups are walked in order, as in an optimizer's ``state_dict``. Other
 modules refer to parameters by index; this module holds the tensors.
@@ -7,12 +7,12 @@ A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it
 and sends the parameter; the step reads and writes the master, so that updates smaller than the parameter's
 resolution add up instead of being rounded away. See Micikevicius et al., "Mixed Precision Training", 2018.
 
-A *part* is this rank's share of a parameter that is cut: a 1-D window of the parameter's memory, or its master.
+A *part* is this rank's share of a parameter that is cut: a 1-D view of the parameter's memory, or its master.
 
-A parameter that is *away* is stepped in different memory than its own, see `placement.py`: what the inner
-optimizer holds is a copy, into which its value is copied before each step, or a master.
+An *offloaded* parameter is stepped in other memory than its own, see `placement.py`: the inner optimizer holds a
+master, or a copy that gets the parameter's value before each step.
 
-Gradients are lent for the duration of a bucket's step: a master gets its parameter's gradient in fp32. Where the step
+Targets have gradients only during their bucket's step: a master gets its parameter's gradient in fp32. Where the step
 scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` stays as backward left it.
 """
 
@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
-from ddp_zero.core.local.arguments import PARALLEL_DOOR
-from ddp_zero.core.local.copy_pipeline import Load
-from ddp_zero.core.local.placement import Residence
+from ddp_zero.core.local.arguments import PARALLEL_REMEDY
+from ddp_zero.core.local.copy_pipeline import StepInputs
+from ddp_zero.core.local.placement import StatePlacement
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec
 from ddp_zero.options import PARALLEL_KEYS
@@ -49,45 +49,48 @@ _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter in the partition by cost."""
+class PartitionHints:
+    """What the partition by cost needs to know about a parameter."""
 
-    cost: int = 0  # of its step, in any unit
+    cost: int = 0  # of the parameter's step, in any unit
     may_be_cut: bool = True  # whether its class steps each element by itself
     owner: GroupRank | None = None  # the rank that must own it; None: the partition chooses
 
 
-Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
-"""The weight of a parameter in a group."""
+HintsOf = Callable[[Tensor, Mapping[str, Any]], PartitionHints]
+"""Gives the hints for a parameter in a group."""
 
 
 @dataclass(frozen=True)
 class SteppedWhole:
-    """A parameter whose parts several ranks of the model hold, and which one of these ranks steps whole."""
+    """A parameter whose parts are on several ranks, and which one of these ranks steps whole and keeps the state of.
 
-    shape: tuple[int, ...]  # of the whole
-    is_here: bool  # whether this rank steps it. Its state is that rank's; masters are of parts, on every rank
+    Masters are of parts, on every rank.
+    """
+
+    shape: tuple[int, ...]  # of the whole parameter
+    is_here: bool  # whether this rank steps it
 
 
 class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
 
-    ValueError for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or shares
-    memory with a different parameter; TypeError for a group with ranks of its own, or a distributed tensor.
+    Raises ValueError for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or
+    shares memory with another parameter; TypeError for a group with ranks of its own, or a distributed tensor.
 
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
-        weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
-        norm_order: all parameters, by index, in the order in which norms of their gradients add up; None: of the index.
+        hints_of: gives hints for the partition by cost; None if only bytes count.
+        norm_order: the indices of all parameters, in the order in which norms of gradients add up; None: ascending.
 
     Attributes:
-        wholes: parameters that are parts of others which are stepped whole, by index.
+        wholes: the parameters that are parts of a parameter that is stepped whole, by index.
     """
 
     def __init__(
         self,
         param_groups: Sequence[Mapping[str, Any]],
-        weigh: Weigh | None = None,
+        hints_of: HintsOf | None = None,
         norm_order: Sequence[int] | None = None,
     ) -> None:
         self.params: list[Tensor] = []
@@ -103,11 +106,11 @@ class ParameterTable:
         self._sizes = [len(group["params"]) for group in param_groups]
         self.index_of = {param: index for index, param in enumerate(self.params)}
         self.check_distinct()
-        self.weigh = weigh
-        self._weights = [Weight()] * len(self.params)
-        if weigh is not None:
+        self.hints_of = hints_of
+        self._hints = [PartitionHints()] * len(self.params)
+        if hints_of is not None:
             groups = [param_groups[group] for group in self.groups]
-            self._weights = [self._weigh(weigh, index, group) for index, group in enumerate(groups)]
+            self._hints = [self._hints_for(hints_of, index, group) for index, group in enumerate(groups)]
         self.norm_order = range(len(self.params)) if norm_order is None else norm_order
         self.wholes: dict[int, SteppedWhole] = {}
         self._model: weakref.ref[nn.Module] | None = None
@@ -116,7 +119,7 @@ class ParameterTable:
         return len(self.params)
 
     def label(self, index: int) -> str:
-        """A parameter in messages: its name if the user gave names, its index, group and shape."""
+        """A parameter's description for messages: its name if the user gave names, its index, group and shape."""
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
 
@@ -131,13 +134,13 @@ class ParameterTable:
             name_of.get(param) if name is None else name for param, name in zip(self.params, self._names, strict=True)
         ]
 
-    def follow_order_of(self, model: nn.Module) -> None:
+    def order_norms_as(self, model: nn.Module) -> None:
         """Add up norms in the order of ``model.parameters()`` from now on; parameters not in the model come last."""
         self._model = weakref.ref(model)
         self._order_norms()
 
-    def extends(self, earlier: "ParameterTable") -> None:
-        """Keep the order of norms, the names and the wholes of a table whose parameters this table begins with."""
+    def inherit_from(self, earlier: "ParameterTable") -> None:
+        """Take over the order of norms, the names and the wholes of a table with whose parameters this table begins."""
         self.norm_order, self._model = earlier.norm_order, earlier._model
         self._names[: len(earlier)] = earlier._names
         self.wholes = {**earlier.wholes, **self.wholes}
@@ -150,19 +153,19 @@ class ParameterTable:
         self.norm_order = list(dict.fromkeys([*ordered, *range(len(self))]))
 
     def shape_of_state(self, index: int, key: object) -> tuple[int, ...]:
-        """The shape of the tensor that a parameter's state of this key belongs to: the parameter, or the whole."""
+        """The shape of the tensor that a parameter's state of this key belongs to: the parameter or its whole."""
         whole = self.wholes.get(index)
         return tuple(self.params[index].shape) if whole is None or key == MASTER_KEY else whole.shape
 
     def fits_state(self, index: int, key: object, shape: Sequence[int], part: Part) -> bool:
-        """True if a state of this key may have this shape, of a parameter of which this rank owns ``part``.
+        """True if a state of this key may have this shape, where this rank owns ``part`` of the parameter.
 
-        The shape of the part, `shape_of_state` or, as in Adafactor, the latter with some dimensions reduced to 1.
+        It may have the part's shape or `shape_of_state`, also with dimensions reduced to 1, as in Adafactor.
         """
         if part is not None and shape == shape_of(self.params[index].shape, part):
             return True
         target = self.shape_of_state(index, key)
-        return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
+        return len(shape) == len(target) and all(size in (1, full) for size, full in zip(shape, target, strict=True))
 
     def name(self, index: int) -> str:
         given = self._names[index]
@@ -178,7 +181,9 @@ class ParameterTable:
         Devices of a type are numbered as they appear: a plan must be the same on ranks that each have their own.
         """
         devices = list(dict.fromkeys(param.device for param in self.params))
-        numbers = [str([one for one in devices if one.type == device.type].index(device) or "") for device in devices]
+        numbers = [
+            str([other for other in devices if other.type == device.type].index(device) or "") for device in devices
+        ]
         names = {device: f"{device.type}{number}" for device, number in zip(devices, numbers, strict=True)}
         return [
             ParameterSpec(
@@ -190,12 +195,12 @@ class ParameterTable:
                 may_be_cut=weight.may_be_cut,
                 owner=weight.owner,
             )
-            for param, is_active, weight in zip(self.params, active, self._weights, strict=True)
+            for param, is_active, weight in zip(self.params, active, self._hints, strict=True)
         ]
 
-    def _weigh(self, weigh: Weigh, index: int, group: Mapping[str, Any]) -> Weight:
+    def _hints_for(self, hints_of: HintsOf, index: int, group: Mapping[str, Any]) -> PartitionHints:
         try:
-            return weigh(self.params[index], group)
+            return hints_of(self.params[index], group)
         except (TypeError, ValueError) as error:
             if "[ZERO-127]" not in str(error):
                 raise
@@ -233,7 +238,7 @@ class ParameterTable:
                     )
 
     def check_sizes(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """As `check_groups`, at a glance: only of the numbers of parameters."""
+        """As `check_groups`, if the numbers of parameters have changed: a cheaper check."""
         if [len(group["params"]) for group in param_groups] != self._sizes:
             self.check_groups(param_groups)
 
@@ -249,7 +254,7 @@ class ParameterTable:
                 dtype=str(param.dtype),
                 device=param.device.type,
                 trainable=param.requires_grad,
-                cost=self._weights[index].cost,
+                cost=self._hints[index].cost,
                 sample=sample,
             )
             for index, (param, sample) in enumerate(zip(self.params, samples, strict=True))
@@ -272,7 +277,7 @@ class ParameterTable:
                 )
 
     def check_distinct(self) -> None:
-        """Check that parameters have memory, each its own; ValueError naming a parameter that has not."""
+        """Check that each parameter has memory of its own; ValueError naming a parameter that has not."""
         if len(self.index_of) != len(self.params):
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(
@@ -308,7 +313,7 @@ def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
     if found is not None:
         raise TypeError(
             f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. "
-            f"{PARALLEL_DOOR} [ZERO-116]"
+            f"{PARALLEL_REMEDY} [ZERO-116]"
         )
 
 
@@ -364,7 +369,7 @@ MASTER_KEY = "master_weight"
 
 
 class GradientSource(ABC):
-    """The gradients of a step, by parameter index: of each the elements that this rank owns, as it steps them."""
+    """Gives the gradients of a step by parameter index, narrowed to the elements that this rank owns."""
 
     without: set[Tensor] | None = None
     """The parameters without a gradient on this rank; None: those without a gradient in ``param.grad``."""
@@ -376,10 +381,10 @@ class GradientSource(ABC):
 
     @abstractmethod
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient in the parameter's dtype; None if the parameter has no gradient."""
+        """The gradient of a parameter in the parameter's dtype; None if there is no gradient."""
 
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """`gradient` of each."""
+        """The gradients of several parameters, see `gradient`."""
         return [self.gradient(index) for index in indices]
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -388,7 +393,7 @@ class GradientSource(ABC):
 
 
 class PublishedGradients(GradientSource):
-    """Gradients in ``param.grad``, with all of their elements, summed in the dtype of their parameters."""
+    """The gradients in ``param.grad``, with all elements, reduced in the dtype of their parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -398,10 +403,10 @@ class PublishedGradients(GradientSource):
 
 
 class OwnElements(GradientSource):
-    """The elements that this rank owns of gradients that every rank has whole."""
+    """Narrows gradients that every rank has whole to the elements that this rank owns."""
 
-    def __init__(self, stepped: "StepTargets", wholes: GradientSource) -> None:
-        self._stepped = stepped
+    def __init__(self, targets: "StepTargets", wholes: GradientSource) -> None:
+        self._targets = targets
         self._wholes = wholes
 
     @property
@@ -410,20 +415,20 @@ class OwnElements(GradientSource):
 
     def gradient(self, index: int) -> Tensor | None:
         grad = self._wholes.gradient(index)
-        return None if grad is None else self._stepped.own_part(index, grad)
+        return None if grad is None else self._targets.own_part(index, grad)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         total = self._wholes.in_accumulation_dtype(index)
-        return None if total is None else self._stepped.own_part(index, total)
+        return None if total is None else self._targets.own_part(index, total)
 
 
 class Masters(dict[int, Tensor]):
     """The fp32 masters that this rank holds, by parameter index, and whether the model still agrees with them.
 
     Args:
-        table: of all parameters; replaced by one that begins with it when some are added.
+        table: has all parameters; replaced by a longer table when parameters are added.
         are_kept: whether fp16 and bf16 parameters have masters at all.
-        parts: the elements that this rank owns of each; shared with `StepTargets`.
+        parts: the elements that this rank owns of each parameter; shared with `StepTargets`.
     """
 
     def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, Part]) -> None:
@@ -431,9 +436,9 @@ class Masters(dict[int, Tensor]):
         self.are_kept = are_kept
         self.table = table
         self._parts = parts
-        self._versions: tuple[list[int], ...] | None = None  # None before the first step: masters follow the model
+        self._versions: tuple[list[int], ...] | None = None  # None before the first step, when masters follow the model
 
-    def wants(self, index: int) -> bool:
+    def needs_master(self, index: int) -> bool:
         """True if the owner of a parameter keeps a master of it."""
         return self.are_kept and self.table.params[index].dtype in LOW_PRECISION
 
@@ -443,8 +448,8 @@ class Masters(dict[int, Tensor]):
             self._versions = self._current_versions()
 
     @property
-    def are_fresh(self) -> bool:
-        """True if masters were made from the model and no step was taken and no state loaded since."""
+    def are_initial(self) -> bool:
+        """True if masters are copies of the model's parameters: no step was taken and no state loaded yet."""
         return self.are_kept and self._versions is None
 
     def have_changed(self) -> bool:
@@ -452,12 +457,12 @@ class Masters(dict[int, Tensor]):
         return self.are_kept and self._versions is not None and self._versions != self._current_versions()
 
     def find_diverged(self) -> list[int]:
-        """Owned parameters that differ from their rounded masters. Reads them all."""
+        """The parameters that differ from their rounded masters, by index. Reads all of both."""
         return [index for index, master in self.items() if not rounds_to(master, self._own_elements(index))]
 
     def follow_model(self) -> None:
         """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
-        if self.are_fresh:
+        if self.are_initial:
             self._copy_from_model({})
 
     def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
@@ -471,50 +476,52 @@ class Masters(dict[int, Tensor]):
             master.copy_(self._own_elements(index, known.get(index)))
 
     def _own_elements(self, index: int, value: Tensor | None = None) -> Tensor:
-        """The elements of a parameter, or of a value for all or for these, that this rank's master stands for."""
+        """The elements of a parameter, or of a value for it, that this rank has a master of."""
         param = self.table.params[index]
         found: Tensor = narrow_value(param if value is None else value, param, None, self._parts.get(index))
         return found
 
     def _current_versions(self) -> tuple[list[int], list[int], list[int]]:
-        """Parameters with a master, and the versions and addresses of these."""
+        """The parameters with a master, by index, with their versions and addresses."""
         with without_waiting():
             params = [*map(self.table.params.__getitem__, self)]
             return [*self], [*map(_VERSION, params)], [*map(Tensor.data_ptr, params)]
 
 
 class Route(NamedTuple):
-    """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
+    """The step targets of a bucket, and how their values get into the parameters; fixed until a target changes."""
 
     targets: list[Tensor]
-    masters: list[bool]  # for each target, True if it is a master
-    changed: list[Tensor]  # parameters whose targets are in their memory, or themselves
-    windows: list[Tensor]  # these targets
-    copied: list[int]  # parameters to write back to
-    shown: list[Tensor] | None  # the elements of these that are stepped; None: their residence copies
-    copies: list[Tensor]  # their targets
-    rounded: list[Tensor]  # these parameters
+    is_master: list[bool]  # for each target
+    in_place: list[Tensor]  # parameters that are stepped in their own memory
+    in_place_targets: list[Tensor]  # their targets: the parameters themselves, or views of them
+    copied: list[int]  # indices of parameters that targets are copied to after the step
+    copied_views: list[Tensor] | None  # the stepped elements of these parameters; None: the placement copies
+    copied_targets: list[Tensor]
+    copied_params: list[Tensor]
 
 
 class StepTargets:
-    """The tensor that the inner optimizer steps for each parameter: the parameter, a window of it, a master or a copy.
+    """The tensor that the inner optimizer steps for each parameter: the parameter, a view of it, a master or a copy.
 
-    A *stand-in* is any target that is not the parameter. Whether parameters are cut, away or have masters is known
-    here; code above asks for targets, parts and gradients by index.
+    A *stand-in* is any target that is not the parameter itself. This class alone knows which parameters are cut, are
+    offloaded or have masters; other code asks for targets, parts and gradients by index.
     """
 
-    def __init__(self, table: ParameterTable, has_masters: bool, residence: Residence | None = None) -> None:
-        self.residence = Residence() if residence is None else residence  # of stand-ins and optimizer state
-        self.are_parked = False  # whether states and masters were moved away on demand, and cannot be stepped
+    def __init__(self, table: ParameterTable, has_masters: bool, placement: StatePlacement | None = None) -> None:
+        self.placement = StatePlacement() if placement is None else placement
+        self.are_moved_away = (
+            False  # whether `opt.offload_state` has moved states and masters, so that no step is possible
+        )
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
-        self._parts: dict[int, Part] = {}  # of parameters with a stand-in
+        self._parts: dict[int, Part] = {}  # the part that each stand-in is for
         self.masters = Masters(table, has_masters, self._parts)
-        self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
-        self.routes: dict[tuple[int, ...], Route] = {}  # of the buckets that were stepped since a target changed
-        self._moved: list[Tensor] = []  # parameters of all routes whose memory windows are of
-        self._addresses: list[int] = []  # of these parameters when windows were last pointed there
+        self._followed: dict[int, int] = {}  # address of each parameter that a view was last pointed at
+        self.routes: dict[tuple[int, ...], Route] = {}  # of buckets, by their indices; dropped when a target changes
+        self._viewed: list[Tensor] = []  # parameters of all routes that have views of their memory
+        self._addresses: list[int] = []  # of these parameters when the views were last pointed at them
 
     # Targets
 
@@ -535,20 +542,20 @@ class StepTargets:
         """True if nothing stands in for a parameter."""
         return not self._stand_ins and not self.masters.are_kept
 
-    def is_away(self, index: int) -> bool:
-        """True if a parameter is stepped in different memory than its own."""
-        return self.residence.is_away(self._table.params[index].device)
+    def is_offloaded(self, index: int) -> bool:
+        """True if a parameter is stepped on the host instead of its device."""
+        return self.placement.is_offloaded(self._table.params[index].device)
 
     def is_copied(self, index: int) -> bool:
-        """True if the owner of a parameter steps a copy of it, away or as a master, instead of its memory."""
-        return self.masters.wants(index) or self.is_away(index)
+        """True if the owner of a parameter steps a master or an offloaded copy, instead of the parameter's memory."""
+        return self.masters.needs_master(index) or self.is_offloaded(index)
 
     def dtype_of(self, index: int) -> torch.dtype:
         """The dtype of the tensor that the owner steps for a parameter."""
-        return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
+        return torch.float32 if self.masters.needs_master(index) else self._table.params[index].dtype
 
     def assign(self, parts: Mapping[int, Part]) -> dict[Tensor, Tensor]:
-        """Keep stand-ins for the parts of parameters that this rank owns, and no others; returns all targets."""
+        """Create stand-ins for the parts of parameters that this rank owns, and drop all others; returns targets."""
         for index in list(self._stand_ins):
             if index not in parts or self._parts.get(index) != parts[index]:
                 self.release(index)
@@ -558,11 +565,11 @@ class StepTargets:
         return {self._table.params[index]: self[index] for index in parts}
 
     def whole_master(self, index: int) -> Tensor | None:
-        """The master of all of a parameter, if this rank has it."""
+        """The master of a whole parameter, if this rank has it."""
         return self.masters.get(index) if self._parts.get(index) is None else None
 
     def release(self, index: int) -> Tensor | None:
-        """Remove a stand-in that moves to a different rank, and return it if it is a master."""
+        """Remove a stand-in, and return it if it is a master."""
         if self.routes:
             self._drop_routes()
         stand_in = self._stand_ins.pop(index, None)
@@ -573,9 +580,10 @@ class StepTargets:
         return self.masters.pop(index, None)
 
     def create(self, index: int, value: Tensor | None, part: Part = None) -> None:
-        """Create what stands in for a part of a parameter, if anything does, with its attributes: optimizers read them.
+        """Create the stand-in for a part of a parameter, if it needs one.
 
-        It has a copy of ``value``; None: of the parameter's.
+        The stand-in has the parameter's attributes, since optimizers read them, and a copy of ``value``, by default of
+        the parameter's.
         """
         if part is None and not self.is_copied(index):
             return
@@ -584,15 +592,15 @@ class StepTargets:
         if value is None:
             value = part_of(param, param, part)
         if self.is_copied(index):
-            value = self.residence.new(value, self.dtype_of(index), param.device)
+            value = self.placement.new(value, self.dtype_of(index), param.device)
         self.install(index, _like(param, value), part)
 
-    def as_on_owner(self, index: int) -> Tensor:
-        """The tensor that the owner of a parameter, if not cut, steps before the first step; a copy is made anew."""
+    def target_on_owner(self, index: int) -> Tensor:
+        """The target that a whole parameter has on its owner before the first step; if that is a copy, a new one."""
         param = self._table.params[index]
         if not self.is_copied(index):
             return param
-        device = torch.device("cpu") if self.is_away(index) else param.device
+        device = torch.device("cpu") if self.is_offloaded(index) else param.device
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
     def install(self, index: int, stand_in: Tensor, part: Part = None) -> None:
@@ -600,7 +608,7 @@ class StepTargets:
         self._parts[index] = part
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
-        if self.masters.wants(index):
+        if self.masters.needs_master(index):
             self.masters[index] = stand_in
 
     def extend(self, table: ParameterTable) -> None:
@@ -615,15 +623,15 @@ class StepTargets:
         return value if part is None else part_of(value, self._table.params[index], part)
 
     def own_elements(self, wholes: GradientSource) -> GradientSource:
-        """The elements that this rank steps of gradients that every rank has whole."""
+        """A source of the elements that this rank steps, from gradients that every rank has whole."""
         return OwnElements(self, wholes) if any(self._parts.values()) else wholes
 
     def own_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
-        """The elements of ``param.grad`` that this rank steps; None if they are not there.
+        """The elements of ``param.grad`` that this rank steps; None if this rank does not have them.
 
         Args:
             index: the parameter.
-            revives: whether a placeholder that was set to zero becomes a gradient of zeros first, as on its owner.
+            revives: whether a placeholder that was set to zero first becomes a gradient of zeros, as on its owner.
         """
         grad = self._table.params[index].grad
         if isinstance(grad, AbsentGradient):
@@ -633,7 +641,7 @@ class StepTargets:
         return None if grad is None else self.own_part(index, grad)
 
     def lay_out_gradient(self, index: int) -> None:
-        """Give ``param.grad`` the strides of the parameter, if else this rank's part would be one of a copy."""
+        """Give ``param.grad`` the strides of the parameter, without which this rank's part cannot be a view of it."""
         param, grad = self._table.params[index], self._table.params[index].grad
         if self._parts.get(index) is None or grad is None or isinstance(grad, AbsentGradient):
             return
@@ -641,20 +649,20 @@ class StepTargets:
             param.grad = torch.empty_like(param).copy_(grad)
 
     def copy_for(self, table: ParameterTable, memo: dict[int, Any]) -> "StepTargets":
-        """The targets of a copied optimizer, in memory of the same kind."""
-        clone = StepTargets(table, self.masters.are_kept, self.residence.fresh())
+        """The targets for a copy of the optimizer, with a placement of the same kind."""
+        clone = StepTargets(table, self.masters.are_kept, self.placement.for_copy())
         for index, stand_in in self._stand_ins.items():
             held = copy.deepcopy(stand_in, memo)
             clone.install(index, held, self._parts.get(index))
             if self.is_copied(index):
-                clone.rehome(held, clone.residence.new(held, held.dtype, table.params[index].device))
-        if not self.masters.are_fresh:
+                clone.repoint(held, clone.placement.new(held, held.dtype, table.params[index].device))
+        if not self.masters.are_initial:
             clone.masters.note_versions()
         return clone
 
     def why_refuse(self, where: str) -> str | None:
         """Why targets cannot be stepped now, or None; ``where`` is this rank's name in the message."""
-        if self.are_parked:
+        if self.are_moved_away:
             return (
                 "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
                 f"({where}). Call opt.reload_state() before the next backward pass. [ZERO-609]"
@@ -662,7 +670,7 @@ class StepTargets:
         return self.wrong_master(where) if self.masters.are_kept else None
 
     def wrong_master(self, where: str) -> str | None:
-        """A message if a low-precision parameter was written to and is no longer its rounded master, or None."""
+        """A message if a low-precision parameter was written to, so that it is not its rounded master, or None."""
         if not self.masters.have_changed():
             return None
         if diverged := self.masters.find_diverged():
@@ -677,54 +685,54 @@ class StepTargets:
 
     # A step
 
-    def loads(self, indices: Sequence[int], source: GradientSource) -> list[Load]:
-        """The tensors that travel for a step of parameters that are away: gradients, and values without a master."""
+    def step_inputs(self, indices: Sequence[int], source: GradientSource) -> list[StepInputs]:
+        """The tensors to copy for a step of offloaded parameters: gradients, and parameters without a master."""
         found = []
         for index in indices:
             grad = self._as_reduced(index, source)
             if grad is not None:
                 param = self._table.params[index].detach()
-                value = None if self.masters.wants(index) else self.own_part(index, param)
-                found.append(Load(index, grad, value, self[index]))
+                value = None if self.masters.needs_master(index) else self.own_part(index, param)
+                found.append(StepInputs(index, grad, value, self[index]))
         return found
 
     def follow_routes(self) -> None:
         """Before a step: follow parameters that the user has moved."""
-        if [*map(Tensor.data_ptr, self._moved)] != self._addresses:
+        if [*map(Tensor.data_ptr, self._viewed)] != self._addresses:
             self.follow_memory()
 
     def route(self, indices: tuple[int, ...]) -> Route:
-        """Of these parameters, where they were at the last `follow_routes`; see `routes`."""
+        """The route of these parameters, built if there is none."""
         if indices in self.routes:
             return self.routes[indices]
         self.follow_memory(indices)
         params = self._table.params
         stand_ins = [index for index in indices if index in self._stand_ins]
-        changed = [index for index in indices if not self.is_copied(index)]
+        in_place = [index for index in indices if not self.is_copied(index)]
         copied = [index for index in stand_ins if self.is_copied(index)]
-        shown = None if self.residence.carries else [self.own_part(one, params[one].detach()) for one in copied]
+        views = None if self.placement.offloads else [self.own_part(i, params[i].detach()) for i in copied]
         found = Route(
             targets=[self[index] for index in indices],
-            masters=[index in self.masters for index in indices],
-            changed=[params[index] for index in changed],
-            windows=[self[index] for index in changed],
+            is_master=[index in self.masters for index in indices],
+            in_place=[params[index] for index in in_place],
+            in_place_targets=[self[index] for index in in_place],
             copied=copied,
-            shown=shown,
-            copies=[self[index] for index in copied],
-            rounded=[params[index] for index in copied],
+            copied_views=views,
+            copied_targets=[self[index] for index in copied],
+            copied_params=[params[index] for index in copied],
         )
         self.routes[indices] = found
-        for index in stand_ins if shown is not None else filterfalse(self.is_copied, stand_ins):
-            self._moved.append(params[index])
+        for index in stand_ins if views is not None else filterfalse(self.is_copied, stand_ins):
+            self._viewed.append(params[index])
             self._addresses.append(self._followed[index] if index in self._followed else params[index].data_ptr())
         return found
 
     def _drop_routes(self) -> None:
         self.routes.clear()
-        self._moved, self._addresses = [], []
+        self._viewed, self._addresses = [], []
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """A gradient of a source in the dtype of the target; None if there is no gradient."""
+        """A parameter's gradient from a source, in the dtype of the target; None if there is no gradient."""
         if index not in self.masters:
             return source.gradient(index)
         grad = self._as_reduced(index, source)
@@ -735,59 +743,61 @@ class StepTargets:
         return source.gradient(index) if total is None else total
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
-        """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
+        """Point the views of these parameters, or of all, at the parameters' memory, which may have moved."""
         if indices is None and self.routes:
             self._drop_routes()
         for index in self._stand_ins if indices is None else filter(self._stand_ins.__contains__, indices):
             param = self._table.params[index]
             if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
                 continue
-            stand_in, window = self._stand_ins[index], part_of(param, param, self._parts[index])
-            if window.data_ptr() != stand_in.data_ptr():
-                self.rehome(stand_in, window)
+            stand_in, view = self._stand_ins[index], part_of(param, param, self._parts[index])
+            if view.data_ptr() != stand_in.data_ptr():
+                self.repoint(stand_in, view)
             self._followed[index] = address
             if self.routes:
                 self._drop_routes()
 
     @torch.no_grad()
     def follow_values(self) -> None:
-        """Copy parameters to their stand-ins elsewhere, for code that steps them without gradients."""
+        """Copy parameters to their offloaded copies, for methods of the inner optimizer that read values."""
         for index, held in self._stand_ins.items():
-            if self.is_away(index) and not self.masters.wants(index):
+            if self.is_offloaded(index) and not self.masters.needs_master(index):
                 held.copy_(self.own_part(index, self._table.params[index].detach()))
 
-    def rehome(self, stand_in: Tensor, memory: Tensor) -> None:
+    def repoint(self, stand_in: Tensor, memory: Tensor) -> None:
         stand_in.data = memory
 
-    def show(self, route: Route) -> None:
-        """Copy targets to their parameters, rounded, with gradients off."""
-        if route.shown is None:
+    def write_back_route(self, route: Route) -> None:
+        """Copy the targets of a route to their parameters, rounded; called with gradients off."""
+        if route.copied_views is None:
             self.write_back(route.copied)
-        elif route.shown:
-            torch._foreach_copy_(route.shown, route.copies)
-            increment_version(route.rounded)
+        elif route.copied_views:
+            torch._foreach_copy_(route.copied_views, route.copied_targets)
+            increment_version(route.copied_params)
 
     @torch.no_grad()
     def write_back(self, indices: Iterable[int]) -> None:
-        """Copy the targets of these parameters to them, rounded."""
+        """Copy targets to these parameters, rounded."""
         copied = [index for index in indices if index in self._stand_ins and self.is_copied(index)]
         params = {index: self._table.params[index] for index in copied}
         if copied:
-            self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
+            self.placement.copy_back(
+                [(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied]
+            )
             increment_version(list(params.values()))
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
-    """A parameter on this memory, with the attributes of another."""
+    """A parameter over the memory of ``value``, with the attributes of ``param``."""
     made = torch.nn.Parameter(value.detach(), requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)
     return made
 
 
-def with_masters(state: Mapping[Any, Any], stepped: StepTargets) -> dict[Any, Any]:
-    """A state keyed by parameter index instead of by stepped tensor, with masters among its values."""
-    by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
-    for index, master in stepped.masters.items():
+def with_masters(state: Mapping[Any, Any], targets: StepTargets) -> dict[Any, Any]:
+    """An optimizer's state by parameter index instead of by target, with masters among its values."""
+    by_index = {targets.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
+    for index, master in targets.masters.items():
         by_index[index] = {**by_index.get(index, {}), MASTER_KEY: master.detach()}
     return by_index
 
@@ -805,7 +815,7 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
 
 
 def rounds_to(master: Tensor, param: Tensor) -> bool:
-    """True if both are equal in the dtype of the parameter, NaN being equal to NaN."""
+    """True if a master, rounded to the parameter's dtype, equals the parameter; NaN equals NaN."""
     rounded, value = master.detach().to(param.device, param.dtype), param.detach()
     if torch.equal(rounded, value):
         return True
@@ -813,17 +823,17 @@ def rounds_to(master: Tensor, param: Tensor) -> bool:
 
 
 ALIGNMENT = 64
-"""Bytes: where CPU allocations begin; CUDA's begin at multiples of it."""
+"""Bytes to which CPU allocations are aligned; CUDA's are aligned to a multiple."""
 
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """The factors of a step's gradients, in this order."""
+    """The factors by which a step multiplies gradients, in the order in which they are applied."""
 
     inverse_scale: Tensor | float | None = None  # the reciprocal of the loss scale, rounded to fp32; None means 1
-    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # for clipping, of groups that are clipped
+    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)  # clip coefficients, by group
     groups: Sequence[int] = ()  # the group of every parameter, by index
-    divisor: Tensor | None = None  # the loss scale, in the place of its inverse
+    divisor: Tensor | None = None  # the loss scale, instead of ``inverse_scale``
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
         """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
@@ -836,7 +846,7 @@ class GradientFactors:
         return grad
 
     def common(self, indices: Iterable[int]) -> Tensor | None:
-        """The one factor of all these gradients, by clipping alone; None if they have several, or others, or none."""
+        """The clip coefficient of all these gradients, if it is the same and their only factor; else None."""
         if not self.coefficients or self.divisor is not None or self.inverse_scale is not None:
             return None
         factors = [*map(self.coefficients.get, {*map(self.groups.__getitem__, indices)})]
@@ -848,31 +858,31 @@ class GradientFactors:
 
 
 class ScaledGradients(GradientSource):
-    """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors."""
+    """Gradients in the dtype of their targets, times the factors of the step."""
 
-    def __init__(self, stepped: StepTargets, source: GradientSource, factors: GradientFactors) -> None:
-        self._stepped = stepped
+    def __init__(self, targets: StepTargets, source: GradientSource, factors: GradientFactors) -> None:
+        self._targets = targets
         self._source = source
         self._factors = factors
 
     def gradient(self, index: int) -> Tensor | None:
-        grad = self._stepped.gradient(index, self._source)
+        grad = self._targets.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
 
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        factor = None if self._stepped.masters else self._factors.common(indices)
+        factor = None if self._targets.masters else self._factors.common(indices)
         if factor is None:
             return super().gradients(indices)
         grads = self._source.gradients(indices)
         # in one call, as torch's clipping, but for gradients of no dimension, which would take the factor's dtype
         alike = [grad for grad in grads if grad is not None and grad.ndim and grad.device == factor.device]
         if len(alike) < len(grads):
-            return [None if one is None else self._factors.apply(i, one) for i, one in zip(indices, grads, strict=True)]
+            return [None if g is None else self._factors.apply(i, g) for i, g in zip(indices, grads, strict=True)]
         return [*torch._foreach_mul(alike, factor)]
 
 
 class AlignedGradients(GradientSource):
-    """Gradients that begin where memory that is allocated does, as DDP's own do: products of matrices round by that."""
+    """Gradients at the alignment of allocations, as DDP's own are: matrix products round differently at others."""
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
@@ -889,6 +899,6 @@ def _align(grad: Tensor | None) -> Tensor | None:
 
 
 def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
-    """The product in the gradient's dtype and on its device; a 0-d gradient alone would take the factor's."""
+    """The product in the gradient's dtype and device; torch would give a 0-d gradient the factor's dtype."""
     factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
     return (grad * factor).to(grad.dtype)

@@ -10,38 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.copy_pipeline import CopyPipeline, Load, transfer_for
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, StepInputs, transfer_for
 from ddp_zero.options import Offload
 
 _HOST = torch.device("cpu")
 
 
-class Residence:
-    """Masters and states on the parameters' devices; nothing is copied."""
+class StatePlacement:
+    """Places masters and optimizer state on the parameters' devices; nothing is copied for a step."""
 
-    carries = False  # whether buckets are copied to the memory of their step; see `arrive`
+    offloads = False  # whether buckets are copied to other memory for their step; see `submit`
 
-    def is_away(self, device: torch.device) -> bool:
+    def is_offloaded(self, device: torch.device) -> bool:
         """True if parameters on this device are stepped as copies elsewhere."""
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value."""
+        """A copy of this value, in the memory where a parameter on ``device`` is stepped."""
         return value.detach().to(device, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """A state's tensor, of a parameter on ``device``, in the memory of states; the tensor itself if it is there."""
+        """A state's tensor, moved to the memory for states of parameters on ``device``, if it is not there."""
         return value.to(device)
 
     # Buckets in flight: in the order of buckets, which is the same on every rank
 
-    def arrive(
-        self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
+    def submit(
+        self, bucket: int, device: torch.device, source: Any, inputs: Callable[[], Sequence[StepInputs]]
     ) -> Iterator[tuple[int, Any]]:
-        """Send a bucket to the memory of its step. Yields the buckets that can be stepped now, with gradient sources.
+        """Start the copies that a bucket's step needs. Yields the buckets that can be stepped now, with sources.
 
-        ``source`` has the gradients of a bucket that is stepped beside its parameters. ``loads`` gives the tensors to
-        copy, and is called once, if any are copied.
+        ``source`` has the bucket's gradients, for a step without copies. ``inputs`` gives the tensors to copy, and is
+        called once, if any are copied.
         """
         yield bucket, source
 
@@ -49,35 +49,35 @@ class Residence:
         """Yield the remaining buckets as they become ready for their step."""
         return iter(())
 
-    def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy stepped tensors to parameters, rounded; pairs of a parameter's memory and its stepped tensor."""
+    def copy_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy stepped tensors to parameters, rounded; ``pairs`` has a parameter's memory and its stepped tensor."""
         torch._foreach_copy_([target for target, _ in pairs], [stepped for _, stepped in pairs])
 
     def abandon(self) -> None:
         """Forget buckets in flight."""
 
-    def fresh(self) -> "Residence":
-        """A residence of the same kind for a copy of an optimizer."""
+    def for_copy(self) -> "StatePlacement":
+        """A placement of the same kind for a copy of the optimizer."""
         return self
 
     def describe(self) -> list[str]:
         return []
 
 
-class OnHost(Residence):
-    """``offload="cpu"``: parameters on an accelerator are stepped on the host, CPU parameters in place.
+class HostOffload(StatePlacement):
+    """Places masters, state and copies of parameters without a master on the host, for ``offload="cpu"``.
 
-    Masters, states, and copies of parameters without a master are in host memory. ``buffers``: pinned buffers per
-    device.
+    Parameters on an accelerator are stepped on the host, CPU parameters in place. Each device has ``buffers`` pinned
+    buffers.
     """
 
-    carries = True
+    offloads = True
 
     def __init__(self, buffers: int) -> None:
         self._num_buffers = buffers
         self._pipelines: dict[torch.device, CopyPipeline | None] = {}
 
-    def is_away(self, device: torch.device) -> bool:
+    def is_offloaded(self, device: torch.device) -> bool:
         return self._pipeline(device) is not None
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,8 +86,8 @@ class OnHost(Residence):
     def place(self, value: Tensor, device: torch.device) -> Tensor:
         return value.to(_HOST)
 
-    def arrive(
-        self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
+    def submit(
+        self, bucket: int, device: torch.device, source: Any, inputs: Callable[[], Sequence[StepInputs]]
     ) -> Iterator[tuple[int, Any]]:
         pipeline = self._pipeline(device)
         for other in self._all():
@@ -97,26 +97,27 @@ class OnHost(Residence):
         if pipeline is None:
             yield bucket, source
         else:
-            yield from pipeline.arrive(bucket, loads)
+            yield from pipeline.submit(bucket, inputs)
 
     def drain(self) -> Iterator[tuple[int, Any]]:
         for pipeline in self._all():
             yield from pipeline.drain()
 
-    def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy to parameters: through the buffer of the bucket being stepped, else at once."""
-        pipeline = next((one for one in self._all() if one.is_stepping), None)
-        if pipeline is not None and pairs:
-            pipeline.show(pairs)
-        for target, stepped in pairs if pipeline is None else ():
-            target.copy_(stepped)
+        pipeline = next((each for each in self._all() if each.is_stepping), None)
+        if pipeline is None:
+            for target, stepped in pairs:
+                target.copy_(stepped)
+        elif pairs:
+            pipeline.copy_back(pairs)
 
     def abandon(self) -> None:
         for pipeline in self._all():
             pipeline.abandon()
 
-    def fresh(self) -> Residence:
-        return OnHost(self._num_buffers)
+    def for_copy(self) -> StatePlacement:
+        return HostOffload(self._num_buffers)
 
     def describe(self) -> list[str]:
         nbytes = sum(pipeline.nbytes for pipeline in self._all())
@@ -132,10 +133,10 @@ class OnHost(Residence):
         return [pipeline for pipeline in self._pipelines.values() if pipeline is not None]
 
 
-def residence_for(given: Offload | str | None) -> Residence:
-    """The residence of stepped tensors for these options."""
+def placement_for(given: Offload | str | None) -> StatePlacement:
+    """The placement for the option ``offload``."""
     offload = Offload.of(given)
-    return Residence() if offload is None else OnHost(offload.buffers)
+    return StatePlacement() if offload is None else HostOffload(offload.buffers)
 
 
 def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

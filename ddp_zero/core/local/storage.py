@@ -294,7 +294,7 @@ def _window(value: Tensor, start: int, stop: int) -> Tensor:
 
 
 @torch.no_grad()
-def release(params: Sequence[Tensor]) -> None:
+def give_own_storage(params: Sequence[Tensor]) -> None:
     """Give parameters memory of their own, so that they do not keep a whole segment alive."""
     for param in params:
         param.data = param.data.clone()  # keeps dense strides

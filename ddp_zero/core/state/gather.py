@@ -80,7 +80,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
         if not 0 <= to < everyone.world_size:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-103]")
         agreement.declare("argument `to`", to)
-        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
+        shard.order.note_new(shard.inner_state, shard.targets.index_of)
         owned = list(_owned(shard, shard.inner_state))
     receiver = comm.group_rank_of(everyone.global_rank(to))
     if receiver is None:
@@ -94,7 +94,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
     found = [*starmap(_copied, owned)]
     for source in map(GroupRank, range(comm.world_size)):
         if source != receiver and counts[source]:
-            parts = shard.binding.holdings(source)
+            parts = shard.binding.owned_parts(source)
             for _ in range(counts[source]):
                 birth, index, state = comm.receive_tree(source, table.accelerator())
                 found.append(Piece(birth, index, parts[index], state))
@@ -108,11 +108,11 @@ def _whole_state(shard: Shard, found: Sequence[Piece]) -> State:
         births[index] = birth
         states.setdefault(index, []).append((part, state))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-    is_fresh = shard.masters.are_fresh
+    is_fresh = shard.masters.are_initial
     for index in sorted(births, key=lambda index: (births[index], index)):
         whole[params[index]] = join_parts(states[index], params[index], None)
-        if is_fresh and shard.masters.wants(index):  # then it equals the parameter, which is here
-            whole[params[index]][MASTER_KEY] = shard.stepped.as_on_owner(index).detach()
+        if is_fresh and shard.masters.needs_master(index):  # then it equals the parameter, which is here
+            whole[params[index]][MASTER_KEY] = shard.targets.target_on_owner(index).detach()
     return whole
 
 
@@ -122,15 +122,15 @@ def _owned(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
     Without masters that are fresh: the receiver has them.
     """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
-    owned, stepped = shard.binding.holdings(), shard.stepped
-    is_fresh = stepped.masters.are_fresh
+    owned, stepped = shard.binding.owned_parts(), shard.targets
+    is_fresh = stepped.masters.are_initial
     for index, state in with_masters(values, stepped).items():
         if index not in owned:
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
         if is_fresh:
             state = {key: value for key, value in state.items() if key != MASTER_KEY}
         flat = flatten_state(state, partial(shard.table.label, index))
-        yield Piece(shard.order.of(stepped[index], index), index, owned[index], state), flat
+        yield Piece(shard.order.birth_of(stepped[index], index), index, owned[index], state), flat
 
 
 def _copied(piece: Piece, flat: Flat) -> Piece:
@@ -151,7 +151,7 @@ class OnDemand:
         self._time_out = comm.time_out.total_seconds()
         prepare(shard.binding.accelerators)
         shard.changes.note_work(shard.binding.accelerators)  # of construction
-        shard.changes.is_read = True
+        shard.changes.keeps_versions = True
         mine, why_not = "", ""
         try:
             self._listener, mine = listen(comm.process_group, self)
@@ -192,7 +192,7 @@ class OnDemand:
             )
         found = [*starmap(_copied, _owned(shard, shard.inner_state))]
         for peer in comm.peers():
-            if parts := shard.binding.holdings(peer):
+            if parts := shard.binding.owned_parts(peer):
                 found += self._named(peer, partial(self._ask, peer, parts))
         if others_may_step:  # then so may this one, while others still ask
             shard.changes.await_peers = weakly(self._await_peers)
@@ -293,7 +293,7 @@ class OnDemand:
         sent, final = 0, Frame()
         try:
             for piece, flat in _owned(self._shard, version.values):
-                if version.is_over:
+                if version.may_be_overwritten:
                     break
                 send_tree(connection, {"piece": piece.param, "birth": piece.birth}, flat)
                 sent += 1
@@ -302,7 +302,8 @@ class OnDemand:
             final = {"type_error": str(error)}
         except (RuntimeError, LookupError) as error:
             final = {"refused": f"{type(error).__name__}: {error}"}
-        return self._moved_on(count) if version.is_over else final  # a state that changes meanwhile can be anything
+        # a state that changes meanwhile can be anything
+        return self._moved_on(count) if version.may_be_overwritten else final
 
     def _moved_on(self, count: int) -> Frame:
         begun = self._shard.changes.begun

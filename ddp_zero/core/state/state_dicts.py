@@ -19,7 +19,7 @@ from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, re
 from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
-from ddp_zero.core.local.placement import move_tensors, residence_for, tensors_in
+from ddp_zero.core.local.placement import move_tensors, placement_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import OnDemand, gather_state
 from ddp_zero.core.step.clipping import GROUP_LIMIT
@@ -62,7 +62,7 @@ class _ByParameter(MutableMapping[Any, Any]):
 
     def _key(self, key: Any) -> Any:
         index = self._shard.table.index_of.get(key) if isinstance(key, Tensor) else None
-        return key if index is None else self._shard.stepped[index]
+        return key if index is None else self._shard.targets[index]
 
     def __getitem__(self, key: Any) -> Any:
         state, stepped = self._shard.inner_state, self._key(key)
@@ -77,7 +77,7 @@ class _ByParameter(MutableMapping[Any, Any]):
         del self._shard.inner_state[self._key(key)]
 
     def __iter__(self) -> Iterator[Any]:
-        params, index_of = self._shard.table.params, self._shard.stepped.index_of
+        params, index_of = self._shard.table.params, self._shard.targets.index_of
         return (params[index_of(key)] if isinstance(key, Tensor) else key for key in self._shard.inner_state)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class StateDicts:
         if self._shown is not None:
             return self._shown
         shard = self._shard
-        return shard.inner_state if shard.stepped.are_parameters else _ByParameter(shard)
+        return shard.inner_state if shard.targets.are_parameters else _ByParameter(shard)
 
     def replace_state(self, state: Mapping[Any, Any]) -> None:
         """Put these states, keyed by parameter, in the place of all, in one dict: parts of a mixed one share it."""
@@ -141,7 +141,7 @@ class StateDicts:
             return shard.snapshot
         shard.check_memory_order()
         if shard.comm.world_size > 1:
-            at_birth = self._state_at_birth() if shard.order.is_at_birth else None
+            at_birth = self._state_at_birth() if shard.order.has_initial_state else None
             if at_birth is not None:
                 return at_birth
             if self._on_demand is not None:
@@ -153,7 +153,7 @@ class StateDicts:
                 "add_param_group makes it stale. [ZERO-602]"
             )
         owned, params = self.owned_state(), shard.table.params
-        if shard.stepped.are_parameters:
+        if shard.targets.are_parameters:
             return shard.order.sort(shard.inner_state)
         of_no_parameter = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
         return {**of_no_parameter, **{params[index]: state for index, state in owned.items()}}
@@ -169,25 +169,25 @@ class StateDicts:
         shard.masters.follow_model()
         shard.check_masters()
         params = shard.table.params
-        stepped = {param: shard.stepped.as_on_owner(index) for index, param in enumerate(params)}
+        stepped = {param: shard.targets.target_on_owner(index) for index, param in enumerate(params)}
         made = self._build(shard.param_groups, stepped).state
-        if made and not shard.order.is_as_built:
+        if made and not shard.order.is_as_constructed:
             return None
         whole = {}
         for param, stand_in in stepped.items():
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
             if state := {**made.get(stand_in, {}), **master}:
                 whole[param] = state
-        present = with_masters(shard.inner_state, shard.stepped)
+        present = with_masters(shard.inner_state, shard.targets)
         for index in shard.binding.owned():
-            expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.stepped.part(index))
+            expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.targets.part(index))
             if not _are_equal(expected, present.get(index, {})):
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
 
     def birth_of(self, index: int) -> tuple[int, int]:
         """The step and place of creation of a state, comparable between ranks: its order in the unsharded optimizer."""
-        return self._shard.order.of(self._shard.stepped[index], index)
+        return self._shard.order.birth_of(self._shard.targets[index], index)
 
     def _scale_entry(self) -> dict[str, Any]:
         scale = self._decision.loss_scale
@@ -199,8 +199,8 @@ class StateDicts:
         Tensors are the instance's where this rank steps whole parameters themselves.
         """
         shard = self._shard
-        table, stepped, born = shard.table, shard.stepped, []
-        with Agreement(shard.everyone, "taking over the optimizer's state"), shard.change():
+        table, stepped, born = shard.table, shard.targets, []
+        with Agreement(shard.everyone, "taking over the optimizer's state"), shard.changing_state():
             for key, state in instance.state.items():
                 if not isinstance(key, Tensor):
                     shard.inner_state[key] = copy.deepcopy(state)
@@ -216,17 +216,22 @@ class StateDicts:
     # Loading a whole state dict
 
     def load_together(
-        self, optimizer: Optimizer, state_dict: dict[str, Any] | None, check: Callable[[], None], *, may_talk: bool
+        self,
+        optimizer: Optimizer,
+        state_dict: dict[str, Any] | None,
+        check: Callable[[], None],
+        *,
+        may_communicate: bool,
     ) -> None:
         """Load a state dict from every rank, or from one rank that sends it to its peers. A collective.
 
         Either all ranks load or none. A single giver checks the whole state dict and sends its structure; each peer
         checks that, drops its old state, and receives the states of its owned parameters, one at a time. ``optimizer``
-        is the exposed one, for its hooks; ``check`` raises if a load is not allowed now; ``may_talk`` is False under
-        Join.
+        is exposed to users, and has their hooks; ``check`` raises if a load is not allowed now; ``may_communicate`` is
+        False under Join.
         """
         comm = self._shard.everyone
-        if comm.world_size == 1 or not may_talk:
+        if comm.world_size == 1 or not may_communicate:
             check()
             if state_dict is None:
                 raise ValueError(
@@ -270,7 +275,7 @@ class StateDicts:
     def _restrict(self, state_dict: dict[str, Any]) -> _Prepared:
         shard = self._shard
         groups, table = shard.param_groups, shard.table
-        return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, shard.inner, shard.stepped))
+        return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, shard.inner, shard.targets))
 
     def _take(self, optimizer: Optimizer, prepared: _Prepared) -> None:
         local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
@@ -281,7 +286,7 @@ class StateDicts:
         scale, shard = self._decision.loss_scale, self._shard
         if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
-        with shard.change():
+        with shard.changing_state():
             optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # kept ones keep their values
             shard.inner.load_state_dict(prepared.local)
             shard.masters.refresh(prepared.masters)
@@ -337,8 +342,8 @@ class StateDicts:
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
             rehearse_load(shard.inner, expected.local)
-        kept, index_of, stepped = self._gather_kept()[comm.group_rank], _indices(structure), shard.stepped
-        with shard.change():
+        kept, index_of, stepped = self._gather_kept()[comm.group_rank], _indices(structure), shard.targets
+        with shard.changing_state():
             shard.drop_state()
             received = comm.receive_tree(giver, device)
             for saved_id in structure["state"]:
@@ -355,7 +360,7 @@ class StateDicts:
         """For each rank, the parameters whose state it keeps, by index, and which part of each. A collective."""
         shard = self._shard
         every = shard.everyone.all_gather_ints([shard.comm.group_rank])
-        return [shard.binding.holdings(GroupRank(rank)) for (rank,) in every]
+        return [shard.binding.owned_parts(GroupRank(rank)) for (rank,) in every]
 
     def _check_received_masters(self) -> None:
         """Check that masters round to the model of each rank: the giver could check only its own. A collective.
@@ -382,7 +387,7 @@ class StateDicts:
         whole: Mapping[Any, Any] = shard.inner_state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
         for index in shard.binding.owned() if init_missing else ():
-            stepped, of_whole = shard.stepped[index], shard.table.wholes.get(index)
+            stepped, of_whole = shard.targets[index], shard.table.wholes.get(index)
             is_here = of_whole is None or of_whole.is_here
             if is_here and shard.table.params[index].requires_grad and stepped not in shard.inner_state:
                 fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
@@ -402,7 +407,7 @@ class StateDicts:
     def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a sharded state dict that refers to parameters by index."""
         self._take(optimizer, self._prepare(optimizer, state_dict))
-        self._shard.order.is_at_birth = False  # other ranks may have loaded states of their own
+        self._shard.order.has_initial_state = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
         """Convert a state dict with names to parameter indices; ValueError naming the first difference."""
@@ -441,8 +446,8 @@ class StateDicts:
         shard = self._shard
         shard.check_memory_order()
         shard.masters.follow_model()
-        shard.order.note_new(shard.inner_state, shard.stepped.index_of)
-        by_index = with_masters(shard.inner_state, shard.stepped)
+        shard.order.note_new(shard.inner_state, shard.targets.index_of)
+        by_index = with_masters(shard.inner_state, shard.targets)
         return {
             index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self.birth_of)
         }
@@ -468,11 +473,11 @@ class StateDicts:
 
     def offload(self, to: Offload | str) -> None:
         """See `ZeroRedundancyOptimizer.offload_state`."""
-        shard, stepped = self._shard, self._shard.stepped
+        shard, stepped = self._shard, self._shard.targets
         if Offload.of(to) is None:
             raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-103]")
-        if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
-            how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
+        if stepped.are_moved_away or type(stepped.placement) is not type(placement_for(None)):
+            how = "an earlier opt.offload_state()" if stepped.are_moved_away else "offload= of the optimizer"
             name = shard.comm.name(shard.comm.group_rank)
             raise RuntimeError(
                 f"Expected state beside the parameters, got state that {how} has moved away ({name}). Leave this call "
@@ -481,20 +486,20 @@ class StateDicts:
         shard.pending_syncs.complete()
         stepped.masters.follow_model()
         nbytes = sum(tensor.nbytes for tensor in _movable(shard))
-        _move(shard, residence_for(to).place)
+        _move(shard, placement_for(to).place)
         return_freed_memory(nbytes)
-        stepped.are_parked = True
+        stepped.are_moved_away = True
 
     def reload(self) -> None:
         """See `ZeroRedundancyOptimizer.reload_state`."""
         shard = self._shard
-        if not shard.stepped.are_parked:
+        if not shard.targets.are_moved_away:
             raise RuntimeError(
                 "opt.reload_state() needs an opt.offload_state() before it. Leave it out: the state is here. [ZERO-609]"
             )
         _move(shard, lambda tensor, device: tensor.to(device, copy=True))
         shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads the copies
-        shard.stepped.are_parked = False
+        shard.targets.are_moved_away = False
 
 
 def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
@@ -562,7 +567,7 @@ def restrict_state_dict(
 
 def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: StepTargets) -> Tensor:
     master = value[MASTER_KEY]
-    if not stepped.masters.wants(index):
+    if not stepped.masters.needs_master(index):
         raise ValueError(
             f"The state dict has {MASTER_KEY!r} for {table.label(index)}, which this optimizer steps in "
             f"{table.params[index].dtype}. Build the optimizer with master_weights=True over a model in low precision, "
@@ -657,17 +662,17 @@ def check_state(
 
 def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:
     """Move this rank's states and masters; a thread that reads them meanwhile sees the old or the new tensor."""
-    stepped = shard.stepped
+    stepped = shard.targets
     for index in shard.binding.owned():
         device = shard.table.params[index].device
         state: Any = shard.inner_state.get(stepped[index])
         move_tensors(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
         master = stepped.masters.get(index)
         if master is not None:
-            stepped.rehome(master, move(master.detach(), device))
+            stepped.repoint(master, move(master.detach(), device))
 
 
 def _movable(shard: Shard) -> list[Tensor]:
-    stepped = shard.stepped
+    stepped = shard.targets
     states = (shard.inner_state.get(stepped[index]) for index in shard.binding.owned())
     return [*(tensor for state in states for tensor in tensors_in(state)), *stepped.masters.values()]

@@ -1,9 +1,9 @@
 """Waits before a forward pass for parameters that are still in flight (``sync="forward"``).
 
-Most uses of a parameter wait by themselves, see `ddp_zero.values.placeholders`. This file is for those that do not.
+Most uses of a parameter wait by themselves, see `ddp_zero.values.placeholders`. This file waits where a use does not.
 
 Some functions pass a tensor to C++ without checking its type: `torch.func.vmap` and ``grad``,
-`torch.sparse_coo_tensor`, `torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
+`torch.sparse_coo_tensor`, `torch.tensor`, extensions. So each module waits for its direct parameters.
 
 Compiled code is specialized for one type of parameters. So evaluation, and models with compiled parts, wait for all
 parameters. If DDP itself is compiled, no hook runs before compiled code; then steps wait again.
@@ -40,7 +40,7 @@ def wait_before_forward(model: nn.Module, shard: Shard) -> None:
     for module in modules:
         if module._parameters and _wait_for_own not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_own)
-    shard.leaves_syncs = True
+    shard.syncs_outlast_step = True
 
 
 @never_compiled
@@ -70,7 +70,7 @@ class _BeforeForward:
 
     @never_compiled
     def _before(self, module: nn.Module, will_be_compiled: bool) -> None:
-        if will_be_compiled:  # DDP runs as it is, and its module in parts
+        if will_be_compiled:  # DDP itself is not compiled, parts of its module are
             self._is_being_compiled()
         shard, is_evaluation = self._shard(), not (module.training and torch.is_grad_enabled())
         if shard is not None and (is_evaluation or _is_ddp_of_compiled_parts(module)):
@@ -84,7 +84,7 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
         """Make steps wait from now on."""
         shard = reference()
         if shard is not None:
-            shard.leaves_syncs = False
+            shard.syncs_outlast_step = False
             shard.pending_syncs.complete()
 
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -280,7 +280,7 @@ def clip_gradients(
         grad = params[index].grad
         if grad is None or (are_on_owners and not owns(index)):
             continue
-        held = shard.stepped.own_gradient(index) if are_on_owners else grad
+        held = shard.targets.own_gradient(index) if are_on_owners else grad
         if held is None:
             assert isinstance(grad, AbsentGradient), "every other gradient is on this rank"
             grad.refuse()

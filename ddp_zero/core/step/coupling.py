@@ -1,4 +1,4 @@
-"""Detects optimizers that compute a value from all parameters at once, which a shard of them cannot provide.
+"""Detects optimizers that compute a value from all parameters at once, which is wrong in a shard.
 
 Prodigy and D-Adaptation keep a step size in their groups that is a sum over all parameters. Sharded, every rank, and
 every bucket of a rank, would sum over its own part and step with a different number. What an optimizer keeps in a group
@@ -8,11 +8,11 @@ Values are compared in the first steps, and then less and less often: after each
 by one small collective at the end of the step. Parameters are not compared; see `core.engine.shardable` for coupling
 that leaves no trace in options, such as a global norm.
 
-If the optimizer changes options of a group only when that has gradients, a rank that has stepped nothing of the group
-keeps old values. It takes over the values of ranks that have stepped it, from then on after every step.
+If the optimizer changes options of a group only when the group has gradients, a rank that has stepped nothing of the
+group keeps old values. Then it copies the values of ranks that have stepped the group, from then on after every step.
 
-Options that the loop has given differently are no coupling: they are compared first. See `GivenOptions` for how other
-steps find them.
+Options that loops of different ranks set differently are no coupling: they are compared first. `GivenOptions` compares
+them in all other steps.
 """
 
 import json
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.ranks import digest, options_differ
 from ddp_zero.core.local.given_options import GivenOptions
-from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, part_for, parts_of
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, suboptimizer_for, suboptimizers_of
 from ddp_zero.core.plan.partition import GroupRank
 
 GroupIndex = int | None
@@ -35,12 +35,12 @@ GroupIndex = int | None
 Values = dict[str, str]
 """Values by name, as text: equal texts are equal values."""
 
-_ALWAYS, _EVERY = 8, 1000
+_FIRST_STEPS, _EVERY = 8, 1000
 
 
 def is_checked_step(step: int) -> bool:
     """True if values are compared after a step: the first 8, every power of two, every thousandth."""
-    return step <= _ALWAYS or step & (step - 1) == 0 or step % _EVERY == 0
+    return step <= _FIRST_STEPS or step & (step - 1) == 0 or step % _EVERY == 0
 
 
 def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
@@ -53,29 +53,31 @@ def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
 def values_of(
     optimizer: Optimizer, groups: Sequence[ParamGroup], stepped: Sequence[int]
 ) -> Iterator[tuple[GroupIndex, Values]]:
-    """Values of the groups at these places and, if there is one, of the optimizer and those that it wraps."""
+    """Values of the groups at these places; if there are any, also of the optimizer and of optimizers that it wraps."""
     for place in stepped:
         yield place, values_in(options_of(groups[place]))
     if not stepped:
         return
     outside = {**values_in(optimizer.state), **values_in(vars(optimizer))}
-    wrapped_ones = [(name, one) for name, one in vars(optimizer).items() if isinstance(one, Optimizer)]
-    stepping = {id(part_for(optimizer, groups[place])) for place in stepped}
-    wrapped_ones += [(type(one).__name__, one) for one in parts_of(optimizer)[1:] if id(one) in stepping]
-    for name, wrapped in wrapped_ones:
+    inner_optimizers = [(name, value) for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    stepping = {id(suboptimizer_for(optimizer, groups[place])) for place in stepped}
+    inner_optimizers += [
+        (type(part).__name__, part) for part in suboptimizers_of(optimizer)[1:] if id(part) in stepping
+    ]
+    for name, wrapped in inner_optimizers:
         outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
     yield None, outside
 
 
 @dataclass
 class OptionSnapshot:
-    """The values of one rank, or after one of its buckets."""
+    """The values of a rank, after a step or after one of its buckets."""
 
-    who: str  # its name in messages
-    values: dict[GroupIndex, Values]  # by place; a place in which nothing was stepped is left out
+    who: str  # the rank or bucket, for messages
+    values: dict[GroupIndex, Values]  # without groups in which nothing was stepped
 
     def mismatch(self, other: "OptionSnapshot") -> str:
-        """A sentence about the first value that both have and that differs, or nothing."""
+        """A sentence about the first value that differs between the snapshots, or an empty text."""
         for place, mine in self.values.items():
             theirs = other.values.get(place, {})
             for name, value in mine.items():
@@ -91,108 +93,110 @@ class OptionSnapshot:
 class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_checked_step` selects.
 
-    Told after every bucket by the local step; `check` follows the step. Once options were taken over, every step is
-    compared.
+    The local step calls `note` after every bucket; `check` is called after the step. Once options were copied from
+    other ranks, every step is checked.
     """
 
     def __init__(self, comm: Peers, local_step: LocalStep) -> None:
         self._comm = comm
         self._local_step = local_step
         self._inner = local_step.inner
-        self.next_step = 1  # in which values may be compared; it need not be told of earlier ones
+        self.next_step = 1  # the next step that may be checked; `step_begins` need not be called before
         self._number = 0
-        self._is_on = False
+        self._is_checked = False
         self._has_ended = False
-        self._follows = False  # the same on every rank
-        self._seen: list[OptionSnapshot] = []
+        self._always_checks = False  # the same on every rank
+        self._snapshots: list[OptionSnapshot] = []
 
     def step_begins(self, number: int) -> None:
         """Ask the local step for the values after each bucket, if this step is compared."""
-        self._is_on = self._follows or is_checked_step(number)
-        self._local_step.note = self.note if self._is_on else None
+        self._is_checked = self._always_checks or is_checked_step(number)
+        self._local_step.after_bucket = self.note if self._is_checked else None
         self._number, self._has_ended = number, False
-        self._seen = []
+        self._snapshots = []
 
     def note(self, bucket: int, groups: Sequence[ParamGroup], stepped: Sequence[int]) -> None:
         """Note the values after a bucket's parameters were stepped, in those of these groups that have gradients."""
         me = self._comm.name(self._comm.group_rank)
-        self._seen.append(OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups, stepped))))
+        self._snapshots.append(
+            OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups, stepped)))
+        )
 
     def step_ends(self, has_failed: bool) -> None:
         """The step has left its options; a rank whose step failed reports no values."""
-        self._local_step.note = None
-        # not when it begins: one that is decided against is followed by another of its number
+        self._local_step.after_bucket = None
+        # not in `step_begins`: a step that is skipped is followed by another of the same number
         further = (later for later in range(self._number + 1, self._number + _EVERY) if is_checked_step(later))
-        self.next_step = 0 if self._follows else next(further, self._number + _EVERY)
+        self.next_step = 0 if self._always_checks else next(further, self._number + _EVERY)
         self._has_ended = True
         if has_failed:
-            self._seen = []
+            self._snapshots = []
 
     def check(self) -> None:
-        """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
+        """Compare values after the step. A collective in steps that are checked and were not skipped.
 
-        Options of groups that this rank has not stepped are replaced by those of ranks that have. Raises RuntimeError
-        on every rank if a value differs between buckets or between ranks, or was given differently.
+        Options of groups that this rank has not stepped are copied from ranks that have. Raises RuntimeError on every
+        rank if a value differs between buckets or between ranks, or if loops have set options differently.
         """
-        if not (self._is_on and self._has_ended):
+        if not (self._is_checked and self._has_ended):
             return
-        self._is_on = False
-        seen, self._seen = self._seen, []
+        self._is_checked = False
+        snapshots, self._snapshots = self._snapshots, []
         mine: dict[GroupIndex, Values] = {}  # after all buckets
-        for snapshot in seen:
+        for snapshot in snapshots:
             for place, values in snapshot.values.items():
                 mine[place] = mine.get(place, {}) | values
-        at_home = next(filter(None, (seen[0].mismatch(one) for one in seen[1:])), "")
+        local_mismatch = next(filter(None, (snapshots[0].mismatch(later) for later in snapshots[1:])), "")
         groups = self._inner.param_groups
-        statement = [int(bool(at_home)), int(None in mine), _digest(mine.get(None, {}))]
+        statement = [int(bool(local_mismatch)), int(None in mine), _digest(mine.get(None, {}))]
         for place, group in enumerate(groups):
             statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
         given = self._local_step.options
-        everyone = self._comm.all_gather_ints([*statement, given.statement.digest])
+        everyone = self._comm.all_gather_ints([*statement, given.summary.digest])
         if len({rank[-1] for rank in everyone}) > 1:
-            self._raise_given(given)
+            self._raise_options_differ(given)
         by_place = [[rank[3 * place : 3 * place + 3] for rank in everyone] for place in range(1, len(groups) + 1)]
         agree = [
             _agree([rank[1:3] for rank in everyone]),
             *(_agree([rank[:2] for rank in ranks]) for ranks in by_place),
         ]
         if not all(agree) or any(rank[0] for rank in everyone):
-            self._raise_first(mine, at_home)
-        stale = [place for place, ranks in enumerate(by_place) if not _all_know(ranks)]
+            self._raise_mismatch(mine, local_mismatch)
+        stale = [place for place, ranks in enumerate(by_place) if not _are_up_to_date(ranks)]
         if stale:
-            self._follows, self.next_step = True, 0
-            self._take_over({place: by_place[place] for place in stale})
+            self._always_checks, self.next_step = True, 0
+            self._copy_from_stepping_rank({place: by_place[place] for place in stale})
 
-    def _raise_given(self, given: GivenOptions) -> None:
+    def _raise_options_differ(self, given: GivenOptions) -> None:
         everyone = [json.loads(shown) for shown in self._comm.all_gather_text(json.dumps(given.values))]
         rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = [*zip(everyone[0], everyone[rank], strict=False)]
         place, (mine, theirs) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
         name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
         shown = [
-            (values.get(name, "none"), self._comm.name(GroupRank(one))) for values, one in ((mine, 0), (theirs, rank))
+            (values.get(name, "none"), self._comm.name(GroupRank(of))) for values, of in ((mine, 0), (theirs, rank))
         ]
         raise RuntimeError(options_differ(given.position(place), name, *shown))
 
-    def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
+    def _copy_from_stepping_rank(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""
         groups, me = self._inner.param_groups, self._comm.group_rank
         shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
         changed = [place for place, ranks in stale.items() if not ranks[me][0]]
         for place in changed:
-            source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
+            source = next(rank for rank, (has_stepped, *_) in enumerate(stale[place]) if has_stepped)
             for name, value in json.loads(shown[source])[str(place)].items():
                 _set_counter(groups[place], name, value)
         if changed:
             self._local_step.mirror_to_exposed()
 
-    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: str) -> None:
-        shown = [at_home, [[place, values] for place, values in mine.items()]]
+    def _raise_mismatch(self, mine: dict[GroupIndex, Values], local_mismatch: str) -> None:
+        shown = [local_mismatch, [[place, values] for place, values in mine.items()]]
         snapshots: list[OptionSnapshot] = []
         for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
             message, values = json.loads(text)
             snapshots.append(OptionSnapshot(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
-            message = message or next(filter(None, (one.mismatch(snapshots[-1]) for one in snapshots[:-1])), "")
+            message = message or next(filter(None, (earlier.mismatch(snapshots[-1]) for earlier in snapshots[:-1])), "")
             if message:
                 name = type(self._inner).__name__
                 raise RuntimeError(
@@ -205,13 +209,13 @@ class CouplingWatch:
 
 
 def _agree(statements: Sequence[Sequence[int]]) -> bool:
-    """True if all ranks that report values report the same."""
-    return len({digest for speaks, digest in statements if speaks}) <= 1
+    """True if all ranks that have stepped report the same values."""
+    return len({digest for has_stepped, digest in statements if has_stepped}) <= 1
 
 
-def _all_know(statements: Sequence[Sequence[int]]) -> bool:
-    """True if ranks that have stepped nothing of a group hold the same numbers there as ranks that have."""
-    known = {digest for speaks, _, digest in statements if speaks}
+def _are_up_to_date(statements: Sequence[Sequence[int]]) -> bool:
+    """True if ranks that have stepped nothing of a group have the same numbers in it as ranks that have stepped."""
+    known = {digest for has_stepped, _, digest in statements if has_stepped}
     return not known or {digest for _, _, digest in statements} == known
 
 
@@ -244,7 +248,7 @@ def _is_number(value: Any) -> bool:
 
 @torch.no_grad()
 def _text_of(value: Any) -> str:
-    """A number with all its digits; zero has one sign."""
+    """A number with all its digits, without the sign of a zero."""
     return str(int(value)) if isinstance(value, int) else repr(float(value) + 0.0)
 
 

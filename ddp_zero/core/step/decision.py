@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from ddp_zero.core.local.inner import parts_of
+from ddp_zero.core.local.inner import suboptimizers_of
 from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
@@ -312,7 +312,7 @@ class Decision:
         self._shard = shard = runner.shard
         self._options_wait = options.why_wait()
         # whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer
-        self._honours_groups = all(GROUP_LIMIT not in part.defaults for part in parts_of(shard.inner))
+        self._honours_groups = all(GROUP_LIMIT not in part.defaults for part in suboptimizers_of(shard.inner))
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
@@ -374,12 +374,12 @@ class Decision:
         source = context.source
         factors = GradientFactors(inspection.inverse, verdict.coefficients, shard.table.groups, inspection.divisor)
         if factors:
-            source = ScaledGradients(shard.stepped, source, factors)
+            source = ScaledGradients(shard.targets, source, factors)
         result = self._runner.run(source, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
         norm, coefficient = self.clipped if verdict.norm is None else (verdict.norm, verdict.smallest)
-        self._runner.note_step(
+        self._runner.record_step(
             StepRecord(
                 stepped=True,
                 regime=context.regime,
@@ -423,7 +423,7 @@ class Decision:
         if limits:
             norms = self._norms(owned, source, inverse)
         elif amp is None:
-            flag = suspect_nonfinite(_require(shard.stepped.gradient(index, source)) for index in owned)
+            flag = suspect_nonfinite(_require(shard.targets.gradient(index, source)) for index in owned)
         if amp is not None:
             flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_nonfinite, source)
@@ -479,7 +479,7 @@ class Decision:
             if wholes is not None:
                 grads = {i: owned[i] if own is source else _require(own.gradient(i)) for i, own in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
-        factors, gradient = GradientFactors(inverse), shard.stepped.gradient
+        factors, gradient = GradientFactors(inverse), shard.targets.gradient
         scaled = ((index, factors.apply(index, _require(gradient(index, own)))) for index, own in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
@@ -528,7 +528,7 @@ class Decision:
         if self.loss_scale is not None:
             minimum = self.loss_scale.value if self.loss_scale.is_at_minimum else None
             self.loss_scale.after_step(has_overflowed=True)
-        self._runner.note_step(
+        self._runner.record_step(
             StepRecord(
                 stepped=False,
                 regime=context.regime,

@@ -23,16 +23,18 @@ from ddp_zero.error_codes import coded
 
 
 class ZeroJoinHook(JoinHook):
-    """Shadows the communication of one ``opt.step()`` of the ranks that still train.
+    """Takes part in the communication of ``opt.step()`` on a rank that has joined.
 
-    ``step`` steps this rank's shard with gradients from a rank that still trains, and syncs. Join sets on
-    ``optimizer`` whether it is active; ``stop`` is called when it no longer is, or when an exception has left Join.
+    Args:
+        optimizer: the object on which Join sets whether it is active.
+        step: steps this rank's shard with gradients from a rank that still trains, and syncs.
+        stop: called when Join is no longer active, or when an exception has left Join.
     """
 
     def __init__(self, optimizer: Joinable, step: Callable[[], None], stop: Callable[[], object]) -> None:
         self._optimizer = optimizer
         self._step = step
-        self._stop = weakref.finalize(self, stop)  # `Join` alone holds this one
+        self._stop = weakref.finalize(self, stop)  # `Join` alone holds this hook
         self._stop.atexit = False
 
     def main_hook(self) -> None:
@@ -45,15 +47,15 @@ class ZeroJoinHook(JoinHook):
 
 
 def refuse_join(ranks: Iterable[Ranks], has_hook: bool, arguments: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError where several ranks hold the same shards, or for a divisor that Join leaves to a hook.
+    """Raise NotImplementedError for shard groups, or for a divisor that a communication hook does not support.
 
-    With ``divide_by_initial_world_size=False`` DDP would divide by the ranks that still train, but for its hook.
+    With ``divide_by_initial_world_size=False`` DDP divides by the ranks that still train, but only without a hook.
     """
-    # when Join is built, alike on every rank: in a step, ranks that have joined would be waiting for its messages
-    for one in ranks:
-        if one.replicas is not None:
+    # when Join is built, alike on every rank: ranks that have joined would wait for the messages of a step that raises
+    for each in ranks:
+        if each.replicas is not None:
             raise NotImplementedError(
-                f"Join does not support shard_group, here {one.num_replicas} shard groups: a rank that has joined is "
+                f"Join does not support shard_group, here {each.num_replicas} shard groups: a rank that has joined is "
                 "served by a rank of its shard group, and all of those may have joined. Build the optimizer without "
                 "shard_group, or give every rank as many batches. [ZERO-310]"
             )
@@ -68,7 +70,7 @@ def share_options(shard: Shard, has_joined: bool) -> None:
     """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
     comm = shard.comm
     for source, joined in _assign_sources(shard, has_joined):
-        # one pair after the other on every rank: blocking messages in any other order could wait for each other
+        # pair by pair on every rank: blocking messages in any other order could wait for each other
         if source == comm.group_rank:
             _send(comm, [options_of(group) for group in shard.param_groups], joined)
         elif joined == comm.group_rank:
@@ -78,20 +80,20 @@ def share_options(shard: Shard, has_joined: bool) -> None:
 def serve_joined(shard: Shard, gradients_are_there: bool) -> None:
     """On a rank that still trains, before its step: serve joined ranks. A collective of the group.
 
-    ``gradients_are_there``: joined ranks have reduced gradients and need to know only which of them exist.
+    ``gradients_are_there`` is True if joined ranks have the reduced gradients and only need to know which exist.
     """
     # joined ranks are in `borrow_gradients`, with the same gather and then the same pairs in the same order
     comm, table, binding = shard.comm, shard.table, shard.binding
     for source, joined in _assign_sources(shard, has_joined=False):
         if source == comm.group_rank:
-            grads = {index: table.params[index].grad for index in binding.holdings(joined)}
+            grads = {index: table.params[index].grad for index in binding.owned_parts(joined)}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
             options = [options_of(group) for group in shard.param_groups]
             _send(comm, [options, exist if gradients_are_there else grads], joined)
 
 
 class BorrowedGradients(GradientSource):
-    """On a joined rank, for one step: gradients from a rank that still trains."""
+    """The gradients of one step on a joined rank, received from a rank that still trains."""
 
     def __init__(self, grads: Mapping[int, torch.Tensor | None]) -> None:
         self._grads = grads
@@ -103,9 +105,8 @@ class BorrowedGradients(GradientSource):
 def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, are_whole: bool) -> GradientSource:
     """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
 
-    ``reduced`` gives a parameter's gradient, by index, where the reduction has left it on this rank; ``are_whole``:
-    with all of its elements, as ranks that train have it. At the end of Join the groups of every rank have the same
-    options.
+    ``reduced`` gives a parameter's gradient, by index, that the reduction has left on this rank. ``are_whole`` is True
+    if gradients have all elements of their parameters. At the end of Join the groups of all ranks have equal options.
     """
     comm = shard.comm
     grads: dict[int, torch.Tensor | None] = {}
@@ -117,7 +118,7 @@ def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, ar
             # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
     borrowed = BorrowedGradients(grads)
-    return shard.stepped.own_elements(borrowed) if are_whole else borrowed
+    return shard.targets.own_elements(borrowed) if are_whole else borrowed
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
@@ -147,7 +148,7 @@ def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> 
 def _assign_sources(shard: Shard, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
     """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
     comm = shard.comm
-    # before this rank waits for others: one that has asked for their state may be waiting for this one to come here
+    # before this rank waits for peers: a peer that has asked for state may wait until this rank has come here
     shard.changes.announce()
     # every rank, joined or not, once per step and before any message of the step
     statements = comm.all_gather_ints([int(has_joined), comm.generation, shard.binding.digest])

@@ -1,13 +1,13 @@
-"""Detects changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
+"""Detects changes between ``backward()`` and ``opt.step()``, which the step of a plain loop would use.
 
-If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
+If the step was taken inside backward, such a change is too late: it acts in the next step, or on the result of the step
 instead of its input. Gradients, options of the groups, this rank's state, and the parameters that were stepped are
 compared. In-place changes and ``param.data = ...`` show in version counters and addresses. Writes through
 ``param.data`` and ``grad.data`` show only in the values: sums over the bits of all parameters and gradients are
 compared, one reading pass before and one after. Two such passes would take several percent of a step, so from the ninth
 step on they read one cache line of 16 of large memory, in turn, and everything in steps that are powers of two. On an
-accelerator, where each sum is a launch, there is none between these. Under ``torch.autograd.detect_anomaly()``
-everything is read in every step. Every rank reads the same but for its own state, so that ranks all raise.
+accelerator, where each sum is a kernel launch, other steps read nothing. Under ``torch.autograd.detect_anomaly()``
+everything is read in every step. All ranks read the same memory, except for their own state, so that all raise.
 """
 
 import copy
@@ -32,13 +32,13 @@ _REMEDY = (
     "the first after opt.reset(), or build the optimizer with overlap_with_ddp=False (shard_optimizer(..., "
     "overlap=False)): opt.step() then takes the step."
 )
-_MISSING = object()
+_ABSENT = object()
 _GRAD, _VERSION, _ZEROED, _DEVICE = map(attrgetter, ("grad", "_version", "zeroed", "device"))
 _CONTAINERS = (list, dict, set)
 
 
 class LateChanges:
-    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies.
+    """Notes gradients, options and parameters after a backward pass: addresses, versions and sums, no copies.
 
     Attributes:
         is_hooked_by_hand: whether the user has registered a hook that an optimizer without overlap refuses.
@@ -47,45 +47,51 @@ class LateChanges:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self.is_hooked_by_hand = False
-        self.is_at_rest = True  # nothing is noted or still to be compared
-        self._kinds: _Kinds | None = None  # also when all else is forgotten
-        self._gradients: _Gradients | None = None
+        self.is_at_rest = True  # whether nothing is noted or still to be compared
+        self._kinds: _GradientKinds | None = None  # outlives `forget`
+        self._gradients: _GradientMarks | None = None
         self._params: list[Tensor] = []  # the parameters that had a gradient, or a placeholder of one
-        self._among: frozenset[int] = frozenset()  # these, by index
-        self._places: list[int] = []  # addresses, then versions, of these parameters
-        self._turn = 0  # the number of the step
+        self._noted_indices: frozenset[int] = frozenset()  # their indices
+        self._marks: list[int] = []  # addresses, then versions, of these parameters
+        self._step_number = 0  # the number of the step
         self._line: int | None = None  # the cache line of `LINES` that this step reads of large memory; None: all
         self._sums = _NO_SUMS  # over the bits of parameters
         self._grad_memory = MovingMemory()
-        self._grad_sums = _NO_SUMS  # over the bits of gradients, whose memory this keeps
+        self._grad_sums = _NO_SUMS  # over the bits of gradients; keeps the gradients' memory
         self._options: list[_Options] = []  # of each group
-        self._known_options: list[_Options] = []  # the same, also when they are forgotten
+        self._known_options: list[_Options] = []  # the same; outlives `forget`
         self._states: list[Any] = []  # values in the state of this rank's parameters
-        self._versions: list[int | None] = []  # of those that are tensors
-        self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
-        self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
+        self._versions: list[int | None] = []  # of these values; None for one that is no tensor
+        self._kept_gradients: dict[
+            int, Tensor
+        ] = {}  # gradients of a step that is due; the user may drop them before the step
+        self._verdict: tuple[Tensor, torch.Event] | None = None  # flag that is being copied from an accelerator
 
     def remember(self, step_is_due: bool = False, reads_gradients: bool = False) -> None:
         """Note the state after a backward pass: from now on a change is the user's.
 
         Args:
-            step_is_due: keep the gradients for a step in `as_noted`.
+            step_is_due: keep the gradients for a step within `with_noted_state`.
             reads_gradients: note the bits of gradients, too, and keep their memory until `forget`.
         """
         shard = self._shard
-        self._turn += 1
-        self._line = None if is_checked_step(self._turn) or torch.is_anomaly_enabled() else self._turn % LINES
+        self._step_number += 1
+        self._line = (
+            None if is_checked_step(self._step_number) or torch.is_anomaly_enabled() else self._step_number % LINES
+        )
         self.is_at_rest = False
         with without_waiting(), torch.no_grad():
             params = shard.table.params
             grads = [*map(_GRAD, params)]
             kinds = self._kinds
             if kinds is None or kinds.types != [*map(type, grads)]:
-                kinds = self._kinds = _Kinds.of(grads)
-            self._gradients = _Gradients(kinds, grads)
-            self._kept = {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
-            self._params, self._among = [*map(params.__getitem__, kinds.noted)], kinds.among
-            self._places = self._current_places()
+                kinds = self._kinds = _GradientKinds.of(grads)
+            self._gradients = _GradientMarks(kinds, grads)
+            self._kept_gradients = (
+                {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
+            )
+            self._params, self._noted_indices = [*map(params.__getitem__, kinds.noted)], kinds.noted_set
+            self._marks = self._current_marks()
             self._sums = self._current_sums()
             held = dict(zip(kinds.held, map(grads.__getitem__, kinds.held), strict=True)) if reads_gradients else {}
             self._grad_sums = self._sums_over(held) if held else _NO_SUMS
@@ -100,22 +106,22 @@ class LateChanges:
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
         self._gradients = None
-        self._places, self._options, self._params, self._among = [], [], [], frozenset()
+        self._marks, self._options, self._params, self._noted_indices = [], [], [], frozenset()
         self._states, self._versions = [], []
-        self._sums, self._kept, self._grad_sums = _NO_SUMS, {}, _NO_SUMS
+        self._sums, self._kept_gradients, self._grad_sums = _NO_SUMS, {}, _NO_SUMS
         self.is_at_rest = self._verdict is None
         self._shard.pending_syncs.on_bucket_received = None
 
     def note_arrived(self) -> None:
-        """Note parameters that have arrived: from now on a change of their values is the user's."""
+        """Note parameters that were received: from now on a change of their values is the user's."""
         known = self._sums
         arrived = self._current_sums(but=set(known.keys))
-        self._sums = _Sums(None, known.keys + arrived.keys, known.totals + arrived.totals)
+        self._sums = _BitSumsNow(None, known.keys + arrived.keys, known.totals + arrived.totals)
 
     # Changes since
 
     def changed_gradient(self) -> int | None:
-        """The first parameter whose gradient was changed in place, replaced, dropped or added since, or None.
+        """The first parameter whose gradient was changed in place, replaced, dropped or added, or None.
 
         Writes through ``grad.data`` show in `_changed_value` only.
         """
@@ -124,7 +130,7 @@ class LateChanges:
         with without_waiting():
             return self._gradients.first_changed(self._shard.table.params)
 
-    def first(self) -> str | None:
+    def first_change(self) -> str | None:
         """The first change, as messages name it, or None. Waits for an accelerator."""
         return self._changed_tensor() or self._changed_option() or self._changed_state() or self._changed_value()
 
@@ -144,10 +150,9 @@ class LateChanges:
         self.forget()
 
     def check_earlier(self) -> None:
-        """On an accelerator: check that no values were written before the last ``opt.step()``, if that is known by now.
+        """On an accelerator: raise RuntimeError if values were written before the last ``opt.step()``.
 
-        Raises:
-            RuntimeError: if some were.
+        Does nothing if the comparison has not been copied to the host yet.
         """
         if self._verdict is not None and self._verdict[1].query():
             differs, self._verdict = bool(self._verdict[0].item()), None
@@ -164,19 +169,20 @@ class LateChanges:
         if late is not None:
             raise RuntimeError(
                 f"Expected opt.step() between backward() and the next forward pass, which takes the first step else, "
-                f"got a change of {late} ({self._where}). Call opt.step() after each backward(). For several passes "
+                f"got a change of {late} ({self._rank}). Call opt.step() after each backward(). For several passes "
                 "before a step, as in SAM, run all but the last in ddp.no_sync(), or build the optimizer with "
                 "overlap_with_ddp=False (shard_optimizer(..., overlap=False)). [ZERO-304]"
             )
 
     @contextmanager
-    def as_noted(self) -> Iterator[None]:
-        """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
-        pairs = [(one.noted, group) for one, group in zip(self._options, self._shard.param_groups, strict=False)]
-        since = [{key: _Option.of(group, key) for key in _find_changes(noted, group)} for noted, group in pairs]
+    def with_noted_state(self) -> Iterator[None]:
+        """A context for a step that is due, with the noted options and gradients; it restores the user's afterwards."""
+        groups = self._shard.param_groups
+        pairs = [(options.noted, group) for options, group in zip(self._options, groups, strict=False)]
+        since = [{key: _Option.of(group, key) for key in _changed_keys(noted, group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
             for key in changes:
-                noted.get(key, _NONE).restore(group, key)
+                noted.get(key, _NO_OPTION).restore(group, key)
         try:
             with self._dropped_gradients():
                 yield
@@ -188,9 +194,9 @@ class LateChanges:
     @contextmanager
     def _dropped_gradients(self) -> Iterator[None]:
         params = self._shard.table.params
-        dropped = [index for index in self._kept if params[index].grad is None]
+        dropped = [index for index in self._kept_gradients if params[index].grad is None]
         for index in dropped:
-            params[index].grad = self._kept[index]
+            params[index].grad = self._kept_gradients[index]
         try:
             yield
         finally:
@@ -199,33 +205,35 @@ class LateChanges:
 
     @contextmanager
     def while_memory_moves(self) -> Iterator[None]:
-        """For moves of parameters by the library: earlier changes by the user are still detected afterwards."""
+        """A context in which the library moves parameters: earlier changes by the user are still detected."""
         is_unchanged = (self._changed_tensor() or self._changed_value()) is None
         yield
         if is_unchanged:
             with without_waiting():
-                self._places = self._current_places()
+                self._marks = self._current_marks()
                 self._sums = self._current_sums()
 
-    # Looking
+    # Comparing
 
     def _changed_tensor(self) -> str | None:
         index = self.changed_gradient()
         if index is not None:
             return f"the gradient of {self._shard.table.label(index)}"
         with without_waiting():
-            now = self._current_places()
-        if now == self._places:
+            now = self._current_marks()
+        if now == self._marks:
             return None
         assert self._kinds is not None, "places were noted"
         noted = self._kinds.noted
-        differs = [before != found for before, found in zip(self._places, now, strict=True)]
+        differs = [before != found for before, found in zip(self._marks, now, strict=True)]
         return self._shard.table.label(min(compress([*noted, *noted], differs)))
 
     def _changed_option(self) -> str | None:
         for position, (options, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
             noted = options.noted
-            for key in () if options.are_same(group) else _find_changes(noted, group):
+            if options.are_same(group):
+                continue
+            for key in _changed_keys(noted, group):
                 before, now = noted[key].held if key in noted else "nothing", group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
@@ -237,9 +245,9 @@ class LateChanges:
 
     def _changed_value(self) -> str | None:
         kinds = ("gradient", self._grad_sums, self._current_grad_sums()), ("values", self._sums, self._current_sums())
-        for what, noted, found in kinds:
+        for kind, noted, found in kinds:
             if (index := noted.first_changed(found)) is not None:
-                return f"the {what} of {self._shard.table.label(index)}, or of one that is stored behind it"
+                return f"the {kind} of {self._shard.table.label(index)}, or of one that is stored behind it"
         return None
 
     def _compare_later(self) -> None:
@@ -261,64 +269,67 @@ class LateChanges:
         values = [*chain.from_iterable(map(dict.values, states))]
         return values, [*map(getattr, values, repeat("_version"), repeat(None))]
 
-    def _current_places(self) -> list[int]:
+    def _current_marks(self) -> list[int]:
         return [*map(Tensor.data_ptr, self._params), *map(_VERSION, self._params)]
 
-    def _current_sums(self, but: Collection[int] = ()) -> "_Sums":
-        """The sums of this step over parameters; of an accelerator's only if everything is read."""
-        if not self._among:
+    def _current_sums(self, but: Collection[int] = ()) -> "_BitSumsNow":
+        """The sums of this step over parameters; over those on an accelerator only if everything is read."""
+        if not self._noted_indices:
             return _NO_SUMS
         with without_waiting(), torch.no_grad():
-            memory = self._shard.binding.memory_at_rest(self._among, self._line is not None, but)
-            return _Sums.now(memory, self._line)
+            memory = self._shard.binding.sums_at_rest(self._noted_indices, self._line is not None, but)
+            return _BitSumsNow.now(memory, self._line)
 
-    def _sums_over(self, grads: dict[int, Tensor]) -> "_Sums":
-        """The sums of this step over gradients, by parameter; of an accelerator's only if everything is read."""
+    def _sums_over(self, grads: dict[int, Tensor]) -> "_BitSumsNow":
+        """The sums of this step over gradients; over those on an accelerator only if everything is read."""
         if self._line is not None and self._shard.binding.accelerators:
             grads = {index: grad for index, grad in grads.items() if grad.is_cpu}
-        return _Sums.now(self._grad_memory.sums(grads), self._line)
+        return _BitSumsNow.now(self._grad_memory.sums(grads), self._line)
 
-    def _current_grad_sums(self) -> "_Sums":
+    def _current_grad_sums(self) -> "_BitSumsNow":
         memory = self._grad_sums.memory
-        return _NO_SUMS if memory is None else _Sums.now(memory, self._line)
+        return _NO_SUMS if memory is None else _BitSumsNow.now(memory, self._line)
 
     @property
-    def _where(self) -> str:
+    def _rank(self) -> str:
         comm = self._shard.comm
         return comm.name(comm.group_rank)
 
-    def _too_late(self, what: str) -> RuntimeError:
+    def _too_late(self, change: str) -> RuntimeError:
         return RuntimeError(
             "The step was taken inside backward, before a change between backward() and opt.step(): of "
-            f"{what} ({self._where}). In a plain loop this step would use the change. {_REMEDY}"
+            f"{change} ({self._rank}). In a plain loop this step would use the change. {_REMEDY}"
             + (" Leave ddp.register_comm_hook(...) out then." if self.is_hooked_by_hand else "")
             + " [ZERO-304]"
         )
 
 
-class _Kinds(NamedTuple):
+class _GradientKinds(NamedTuple):
     """The parameters by the kinds of their gradients, which mostly stay the same from step to step."""
 
     types: list[type]
-    absent: list[int]  # an `AbsentGradient`
-    held: list[int]  # any other gradient
-    bare: list[int]  # none
-    noted: list[int]  # the former two
-    among: frozenset[int]  # the same
+    absent: list[int]  # parameters with an `AbsentGradient`
+    held: list[int]  # parameters with any other gradient
+    without: list[int]  # parameters without a gradient
+    noted: list[int]  # ``absent`` and ``held``
+    noted_set: frozenset[int]  # the same
 
     @classmethod
-    def of(cls, grads: Sequence[Tensor | None]) -> "_Kinds":
+    def of(cls, grads: Sequence[Tensor | None]) -> "_GradientKinds":
         types = [*map(type, grads)]
         absent = [index for index, kind in enumerate(types) if kind is AbsentGradient]
-        bare = [index for index, grad in enumerate(grads) if grad is None]
-        held = sorted({*range(len(grads))}.difference(absent, bare))
-        return cls(types, absent, held, bare, [*absent, *held], frozenset((*absent, *held)))
+        without = [index for index, grad in enumerate(grads) if grad is None]
+        held = sorted({*range(len(grads))}.difference(absent, without))
+        return cls(types, absent, held, without, [*absent, *held], frozenset((*absent, *held)))
 
 
-class _Gradients:
-    """Gradients at a moment, in lists that are compared without a loop in Python: placeholders; places of others."""
+class _GradientMarks:
+    """Marks of all gradients when it is built: identities of placeholders; addresses and versions of the others.
 
-    def __init__(self, kinds: _Kinds, grads: Sequence[Any]) -> None:
+    They are lists, which are compared without a Python loop.
+    """
+
+    def __init__(self, kinds: _GradientKinds, grads: Sequence[Any]) -> None:
         self._kinds = kinds
         self._absent = [*map(grads.__getitem__, kinds.absent)]
         self._marks = self._marks_of(grads)
@@ -329,7 +340,7 @@ class _Gradients:
         return [*map(_ZEROED, self._absent)], [*map(Tensor.data_ptr, held)], [*map(_VERSION, held)]
 
     def first_changed(self, params: Sequence[Tensor]) -> int | None:
-        """The first parameter whose gradient was replaced, dropped, added, zeroed or changed in place since."""
+        """The first parameter whose gradient was replaced, dropped, added, zeroed or changed in place, or None."""
         kinds, grads = self._kinds, [*map(_GRAD, params)]
         if (
             [*map(type, grads)] == kinds.types
@@ -344,55 +355,57 @@ class _Gradients:
             grad = grads[index]
             if grad is None or [grad.data_ptr(), grad._version] != mark:
                 return index
-        return next((index for index in kinds.bare if grads[index] is not None), None)
+        return next((index for index in kinds.without if grads[index] is not None), None)
 
 
-class _Sums(NamedTuple):
-    """Sums over the bits of memory, with the first parameter in it; without the memory if it was read in parts."""
+class _BitSumsNow(NamedTuple):
+    """Sums over the bits of memory, each with the first parameter in it.
+
+    ``memory`` is None if the sums were taken at several times.
+    """
 
     memory: BitSums | None
     keys: list[int]
     totals: list[Tensor]
 
     @classmethod
-    def now(cls, memory: BitSums, line: int | None) -> "_Sums":
+    def now(cls, memory: BitSums, line: int | None) -> "_BitSumsNow":
         return cls(memory, memory.keys, memory.now(line))
 
-    def paired_with(self, now: "_Sums") -> tuple[list[int], list[Tensor], list[Tensor]]:
-        """Parameters with sums in both, as keys, these sums and those of ``now``; several of a key in order."""
+    def paired_with(self, now: "_BitSumsNow") -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Keys that both have, with the sums of each; the sums of equal keys are paired in order."""
         if self.memory is now.memory is not None:
             return self.keys, self.totals, now.totals
         totals: dict[int, list[Tensor]] = {}
         for key, total in zip(now.keys, now.totals, strict=True):
             totals.setdefault(key, []).append(total)
-        of_key = {key: iter(some) for key, some in totals.items()}
+        of_key = {key: iter(sums) for key, sums in totals.items()}
         rows = [(key, total, next(of_key[key])) for key, total in zip(*self[1:], strict=True) if key in of_key]
         return tuple(map(list, zip(*rows, strict=True))) if rows else ([], [], [])  # type: ignore[return-value]
 
-    def first_changed(self, found: "_Sums") -> int | None:
-        """The first parameter in memory of which the sums differ."""
+    def first_changed(self, found: "_BitSumsNow") -> int | None:
+        """The first parameter in memory whose sums differ, or None."""
         keys, before, now = self.paired_with(found)
         if len({*map(_DEVICE, before)}) == 1 and torch.equal(torch.stack(before), torch.stack(now)):
-            return None  # one comparison tells
-        return next(
-            (key for key, one, other in zip(keys, before, now, strict=True) if not torch.equal(one, other)), None
-        )
+            return None  # as most often, by a single comparison
+        pairs = zip(keys, before, now, strict=True)
+        return next((key for key, noted, current in pairs if not torch.equal(noted, current)), None)
 
 
-_NO_SUMS = _Sums(None, [], [])
+_NO_SUMS = _BitSumsNow(None, [], [])
 
 
 class _Option(NamedTuple):
-    """An option at a moment: the object itself, a copy of its content if it is mutable, and the version of a tensor."""
+    """An option of a group as it was when noted."""
 
-    value: Any
-    held: Any
-    version: int | None
+    value: Any  # the object itself
+    held: Any  # a copy, if the object is mutable
+    version: int | None  # of a tensor
 
     @classmethod
     def of(cls, group: ParamGroup, key: str) -> "_Option":
         """The option as it is now."""
-        value = group.get(key, _MISSING)
+        value = group.get(key, _ABSENT)
         return cls(value, _copy_mutable(value), value._version if isinstance(value, Tensor) else None)
 
     def is_still(self, now: Any) -> bool:
@@ -404,7 +417,7 @@ class _Option(NamedTuple):
     @torch.no_grad()
     def restore(self, group: ParamGroup, key: str) -> None:
         """Restore the option in the group."""
-        if self.value is _MISSING:
+        if self.value is _ABSENT:
             group.pop(key, None)
             return
         group[key] = self.value
@@ -417,27 +430,27 @@ class _Option(NamedTuple):
             self.value.update(self.held)
 
 
-_NONE = _Option(_MISSING, _MISSING, None)
+_NO_OPTION = _Option(_ABSENT, _ABSENT, None)
 
 
 class _Options:
-    """The options of a group at a moment, by name."""
+    """The options of a group as they were when noted, by name."""
 
     def __init__(self, group: ParamGroup) -> None:
         self.noted = {key: _Option.of(group, key) for key in group if key not in PER_PARAMETER_KEYS}
         self._keys, self._values = [*group], [*group.values()]
-        held = [one.value for one in self.noted.values()]
+        held = [option.value for option in self.noted.values()]
         self._may_change = any(isinstance(value, (Tensor, *_CONTAINERS)) for value in held)
 
     def are_same(self, group: ParamGroup) -> bool:
-        """True if the group holds the same objects, and none that can change in place; without a loop in Python."""
+        """True if the group holds the same objects, and none that can change in place; without a Python loop."""
         return not self._may_change and self._keys == [*group] and all(map(is_, self._values, group.values()))
 
 
-def _find_changes(noted: Mapping[str, _Option], group: ParamGroup) -> list[str]:
-    """The options that were set, removed or changed in place since."""
+def _changed_keys(noted: Mapping[str, _Option], group: ParamGroup) -> list[str]:
+    """The options that were set, removed or changed in place since they were noted."""
     keys = [*noted, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in noted)]
-    return [key for key in keys if not noted.get(key, _NONE).is_still(group.get(key, _MISSING))]
+    return [key for key in keys if not noted.get(key, _NO_OPTION).is_still(group.get(key, _ABSENT))]
 
 
 def _copy_mutable(value: Any) -> Any:
@@ -447,8 +460,8 @@ def _copy_mutable(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(value == other)
     except Exception:  # a class whose objects cannot be compared may raise anything
         return False

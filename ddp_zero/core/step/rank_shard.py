@@ -1,12 +1,12 @@
-"""The shard of one rank: its parameters, the plan over them, what it steps and the state that steps leave.
+"""The shard of one rank: its parameters, the plan over them, the tensors that it steps and their optimizer state.
 
 A `Shard` is data and its changes: new owners, new buckets, loaded state, more parameters. `core.step.runner` steps it.
 
-Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
-Which parameters travel, and in which bucket, depends on which ones a step can change. It is decided again when a
-parameter is frozen or unfrozen, but not when a gradient is dropped: ranks may drop one at different times. A frozen
-parameter for which no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets
-a gradient.
+Owners are decided once, when parameters are added, and never change: a trained parameter's state stays where it is.
+Which parameters are sent, and in which bucket, depends on which of them a step can change (*active* parameters). The
+plan is made again when a parameter is frozen or unfrozen, but not when a gradient is dropped: ranks may drop a gradient
+at different times. A frozen parameter for which no rank had a gradient at that moment is *dormant*: it has an owner but
+is not sent until it is trainable or gets a gradient.
 """
 
 import copy
@@ -28,7 +28,7 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, check_elementwise, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, BitSums, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
-from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
+from ddp_zero.core.local.storage import PackedStorage, ViewStorage, give_own_storage
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.partitions import WholeParameters
@@ -51,12 +51,12 @@ class Binding:
     Raises ValueError for a parameter that cannot be cut, if the partition cuts any.
 
     Args:
-        ranks: that share the parameters.
+        ranks: the ranks that share the parameters.
         table: the parameters.
-        as_views: whether they become windows of the buckets' flat memory.
-        syncs_in_forward: whether they may arrive in the next forward pass.
+        as_views: whether parameters become views of the buckets' flat memory.
+        syncs_in_forward: whether stepped parameters may be received as late as in the next forward pass.
         partition: decides the owners.
-        earlier: of a table that begins with the same parameters; these keep their owners and buckets.
+        earlier: the binding of a table that begins with the same parameters, which keep their owners and buckets.
     """
 
     plan: ShardPlan
@@ -83,7 +83,7 @@ class Binding:
         self._syncs_in_forward = syncs_in_forward
         # parameter indices of each DDP bucket that the plan follows
         self.layout: Layout | None = None if earlier is None else earlier.layout
-        trainable, active, pieces = ([], [], ()) if earlier is None else earlier._decided()
+        trainable, active, pieces = ([], [], ()) if earlier is None else earlier._flags_and_owners()
         added = [param.requires_grad for param in table.params[len(active) :]]
         self._trainable, self._active = trainable + added, active + added
         self._bind(self._assign(table.specs(self._active), pieces))
@@ -92,13 +92,13 @@ class Binding:
         """A binding for a table that begins with the same parameters, which keep their owners."""
         return Binding(self._ranks, table, self._as_views, self._syncs_in_forward, self.partition, self)
 
-    def _decided(self) -> tuple[list[bool], list[bool], Sequence[Pieces]]:
-        """Flags of trainable and of active parameters, and all owners; nothing is in flight after it."""
+    def _flags_and_owners(self) -> tuple[list[bool], list[bool], Sequence[Pieces]]:
+        """Flags of trainable and of active parameters, and all owners; waits for parameters in flight."""
         self.sync.pending_syncs.complete()
         return self._trainable, self._active, self.pieces
 
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
-        """The owners of all parameters of the table, of which the first ones are decided already."""
+        """The owners of all parameters of the table; those of the first parameters are given as ``decided``."""
         owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
         if self.partition.cuts:
             for index, param in enumerate(self._table.params):
@@ -112,48 +112,49 @@ class Binding:
     # Following DDP and the user
 
     def pieces_for(self, layout: Layout, split: bool) -> Sequence[Pieces]:
-        """The owners of all parameters once DDP's buckets are these; see `Partition.assign_by_bucket`."""
+        """The owners that all parameters would have with this bucket layout; see `Partition.assign_by_bucket`."""
         return self.partition.assign_by_bucket(self.plan, layout, split).pieces
 
     def adopt(self, layout: Layout, pieces: Sequence[Pieces]) -> None:
-        """Follow these buckets, given by parameter indices, from now on, with these owners of each parameter."""
+        """Bind again with this bucket layout, given by parameter indices, and these owners of each parameter."""
         self.layout = layout
         self._bind_again(pieces)
 
     @property
     def is_current(self) -> bool:
-        """True if no parameter was moved, frozen or unfrozen since."""
+        """True if no parameter was moved, frozen or unfrozen since the binding was made."""
         params = self._table.params
         is_unmoved = [*map(Tensor.data_ptr, params)] == self._bound_addresses
         return is_unmoved and [*map(_REQUIRES_GRAD, params)] == self._trainable
 
-    def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
-        """Plan and bind again if a parameter was moved, frozen or unfrozen since; returns True if so.
+    def refresh(self, may_communicate: bool, held: Collection[int] = ()) -> bool:
+        """Plan and bind again if a parameter was moved, frozen or unfrozen; returns True if so.
 
         If the set of trainable parameters has changed (on every rank before the same step, since all run the same
         loop), this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
-        ``may_talk`` is False under Join: ranks that have joined do not see the change, and `step.join` refuses.
-        ``held`` are parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
+
+        Args:
+            may_communicate: False under Join: ranks that have joined do not see the change, and `step.join` refuses.
+            held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
         """
         params = self._table.params
-        woken = any(params[index].grad is not None for index in self._dormant)
+        has_woken = any(params[index].grad is not None for index in self._dormant)
         trainable = [*map(_REQUIRES_GRAD, params)]
-        if woken or trainable != self._trainable:
+        if has_woken or trainable != self._trainable:
             self._trainable = trainable
             has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
             active = [param.requires_grad or has for param, has in zip(params, has_grad, strict=True)]
             flags = "".join(str(int(flag)) for flag in active)
             # a collective that only a change of trainable parameters causes; the loop changes them on all ranks alike
-            gathered = self._ranks.everyone.all_gather_text(flags) if may_talk else [flags]
+            gathered = self._ranks.everyone.all_gather_text(flags) if may_communicate else [flags]
             active = ["1" in column for column in zip(*gathered, strict=True)]
             if self._as_views:
-                release(
-                    [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
-                )
+                was_and_is = zip(params, self._active, active, strict=True)
+                give_own_storage([param for param, was_active, is_active in was_and_is if was_active and not is_active])
             self._active = active
-        elif [*map(Tensor.data_ptr, params)] == self._bound_addresses:  # without a loop in Python: in each step
+        elif [*map(Tensor.data_ptr, params)] == self._bound_addresses:  # in each step, so without a Python loop
             return False
-        self._table.check_distinct()  # users may have pointed one at the memory of another
+        self._table.check_distinct()  # users may have pointed a parameter at the memory of another
         self._bind_again(self.pieces)
         return True
 
@@ -162,11 +163,11 @@ class Binding:
         self._bind(Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces)))
 
     def _bind(self, owned: Ownership) -> None:
-        # new storage copies parameters: none may be in flight, or it would be copied half received
-        self._runs: dict[int, _Runs] = {}  # by bucket
-        self._at_rest: tuple[tuple[frozenset[int], bool], BitSums] | None = None  # as last asked for
+        # new storage copies parameters: a parameter in flight would be copied half received
+        self._memory: dict[int, _BucketMemory] = {}  # by bucket
+        self._last_sums: tuple[tuple[frozenset[int], bool], BitSums] | None = None  # arguments and result
         params, me = self._table.params, self._comm.group_rank
-        self._holdings = parts_of(owned.pieces, me)
+        self._owned_parts = parts_of(owned.pieces, me)
         self.plan = self.partition.plan(owned, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest([param.stride() for param in params])
         self.sync = self._new_sync()
@@ -176,29 +177,29 @@ class Binding:
         self._dormant = [index for index, spec in enumerate(owned.specs) if not spec.active]
         self._bound_addresses = [param.data_ptr() for param in params]
         self.accelerators = sorted({param.device for param in params if param.device.type != "cpu"}, key=str)
-        held, buckets = len(self._holdings), len(self.plan.buckets)
+        held, buckets = len(self._owned_parts), len(self.plan.buckets)
         logger.debug("rank %d owns %d of %d parameters, %d buckets", me, held, len(params), buckets)
 
     def _new_sync(self) -> ParameterSync:
         plan, params, order = self.plan, self._table.params, self.plan.buckets
         if not self._as_views:
             return ParameterSync(self._ranks, PackedStorage(params), params, self.digest, order)
-        outlasts = self._syncs_in_forward
-        if outlasts and self.layout is not None:
+        may_outlast = self._syncs_in_forward
+        if may_outlast and self.layout is not None:
             order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
         views = ViewStorage(plan, params, self._table.label)
         return_freed_memory(sum(param.nbytes for param in params))
-        return ParameterSync(self._ranks, views, params, self.digest, order, may_outlast=outlasts)
+        return ParameterSync(self._ranks, views, params, self.digest, order, may_outlast=may_outlast)
 
     # Owned by this rank
 
     @property
     def owners(self) -> Sequence[GroupRank]:
-        """The owner of each parameter's first element, and so of all of it unless it is cut."""
+        """The owner of each parameter's first element, which owns the whole parameter unless it is cut."""
         return self.plan.owners
 
     def sole_owner(self, index: int) -> GroupRank:
-        """The owner of all of a parameter; ValueError if it is cut."""
+        """The owner of a whole parameter; ValueError if the parameter is cut."""
         pieces, name = self.pieces[index], self._comm.name
         if is_cut(pieces):
             shared = ", ".join(f"{name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
@@ -209,33 +210,33 @@ class Binding:
         return home(pieces)
 
     def owned(self) -> list[int]:
-        """Indices of the parameters of which this rank owns anything, dormant ones included."""
-        return list(self._holdings)
+        """Indices of the parameters of which this rank owns elements, dormant parameters included."""
+        return list(self._owned_parts)
 
-    def orders(self) -> list[tuple[int, ...]]:
-        """The strides of all parameters, by index, those in flight too; none if no parameter is cut."""
+    def strides(self) -> list[tuple[int, ...]]:
+        """The strides of all parameters, by index, without waiting for those in flight; empty if none can be cut."""
         if not self.partition.cuts:
             return []
         with without_waiting():
             return [*map(Tensor.stride, self._table.params)]
 
-    def holdings(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
-        """The parameters of which a rank, or this one, owns anything, by index, and which part of each."""
-        return self._holdings if rank is None else parts_of(self.pieces, rank)
+    def owned_parts(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
+        """The parameters of which a rank (by default this rank) owns elements, by index, with the part that it owns."""
+        return self._owned_parts if rank is None else parts_of(self.pieces, rank)
 
-    def not_all_owned(self) -> list[int]:
-        """The parameters of which other ranks own anything."""
+    def owned_by_others(self) -> list[int]:
+        """The parameters of which other ranks own elements."""
         me = self._comm.group_rank
         return [index for index, held in enumerate(self.pieces) if any(piece.owner != me for piece in held)]
 
     def check_class(self, inner: Optimizer) -> None:
-        """TypeError if parameters are cut, and the class of one is not known to step each element by itself."""
+        """TypeError if parameters are cut and no class of the optimizer is known to step each element by itself."""
         if self.partition.cuts:
             check_elementwise(inner)
 
     def check_owns_whole(self, call: str) -> None:
         """NotImplementedError, naming the call that needs whole parameters, if this rank owns a part of one."""
-        for index, part in self._holdings.items():
+        for index, part in self._owned_parts.items():
             if part is not None:
                 raise NotImplementedError(
                     f"{call} needs whole parameters; with partition='elements' this rank has elements {part.start} to "
@@ -244,87 +245,95 @@ class Binding:
                 )
 
     def owns(self, index: int) -> bool:
-        return index in self._holdings
+        return index in self._owned_parts
 
     # Memory
 
-    def memory_at_rest(self, among: frozenset[int], on_host: bool, but: Collection[int] = ()) -> BitSums:
-        """Sums over the memory of parameters that are not in flight, of each run with the first parameter in it.
+    def sums_at_rest(self, among: frozenset[int], on_host: bool, but: Collection[int] = ()) -> BitSums:
+        """Sums over the memory of parameters that are not in flight, keyed by the first parameter of each run.
 
-        A large parameter is a run of its own.
+        A run is contiguous memory of parameters that follow each other; a large parameter is a run of its own.
 
         Args:
             among: the parameters.
-            on_host: leave out those on an accelerator.
-            but: leave out these runs.
+            on_host: leave out parameters on an accelerator.
+            but: leave out runs with these keys.
         """
-        left, known_all = self.sync.pending_syncs, self._at_rest
-        if not (left or but) and known_all is not None and known_all[0] == (among, on_host):
-            return known_all[1]
+        pending, last = self.sync.pending_syncs, self._last_sums
+        if not (pending or but) and last is not None and last[0] == (among, on_host):
+            return last[1]
         buckets: Sequence[Bucket] = self.plan.buckets
         if on_host and self.accelerators:
             buckets = [bucket for bucket in buckets if bucket.kind.startswith("cpu")]
-        if left:
-            in_flight = map(left.buckets.__contains__, map(_INDEX, buckets))
+        if pending:
+            in_flight = map(pending.buckets.__contains__, map(_INDEX, buckets))
             buckets = [*compress(buckets, map(not_, in_flight))]
-        found: list[tuple[int, SummedMemory]] = []
-        are_all = not (left or but)
+        runs: list[tuple[int, SummedMemory]] = []
+        is_reusable = not (pending or but)
         for bucket in buckets:
-            known = self._runs.get(bucket.index) or self._find_runs(bucket)
-            if known.is_all and among.issuperset(known.members):
-                found += known.whole
-                continue
-            are_all = False
-            rest = set(among.intersection(known.members))
-            for members, run in known.runs:
-                if rest.issuperset(members):
-                    found.append((members[0], run))
-                    rest.difference_update(members)
-            for index in rest:
-                param = self._table.params[index].detach()
-                found.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
-        sums = BitSums.of([(index, run) for index, run in found if index not in but] if but else found)
-        if are_all:
-            self._at_rest = (among, on_host), sums
+            memory = self._memory.get(bucket.index) or self._find_memory(bucket)
+            if memory.is_complete and among.issuperset(memory.members):
+                runs += memory.keyed_runs
+            else:
+                is_reusable = False
+                runs += self._runs_among(memory, among)
+        sums = BitSums.of([(index, run) for index, run in runs if index not in but] if but else runs)
+        if is_reusable:
+            self._last_sums = (among, on_host), sums
         return sums
 
-    def _find_runs(self, bucket: Bucket) -> "_Runs":
+    def _runs_among(self, memory: "_BucketMemory", among: frozenset[int]) -> list[tuple[int, SummedMemory]]:
+        """The runs of a bucket whose parameters are all asked for; the other parameters asked for, each by itself."""
+        runs: list[tuple[int, SummedMemory]] = []
+        rest = set(among.intersection(memory.members))
+        for members, run in memory.runs:
+            if rest.issuperset(members):
+                runs.append((members[0], run))
+                rest.difference_update(members)
+        for index in rest:
+            param = self._table.params[index].detach()
+            runs.append((index, SummedMemory(run_of(param) if is_dense(param.shape, param.stride()) else param)))
+        return runs
+
+    def _find_memory(self, bucket: Bucket) -> "_BucketMemory":
         blocks = self.sync.storage.blocks_of(bucket)
-        runs = [(one, SummedMemory(memory)) for block in blocks for one, memory in block.runs(LARGE_BYTES)]
+        runs = [(params, SummedMemory(memory)) for block in blocks for params, memory in block.runs(LARGE_BYTES)]
         members = frozenset(index for segment in bucket.segments for index in segment.params)
-        is_all = members == {index for one, _ in runs for index in one} and len(members) == sum(len(m) for m, _ in runs)
-        found = self._runs[bucket.index] = _Runs(members, runs, [(one[0], run) for one, run in runs], is_all)
+        in_runs = [index for params, _ in runs for index in params]
+        is_complete = members == {*in_runs} and len(members) == len(in_runs)
+        keyed_runs = [(params[0], run) for params, run in runs]
+        found = self._memory[bucket.index] = _BucketMemory(members, runs, keyed_runs, is_complete)
         return found
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The flat memory of one bucket."""
+class _BucketMemory:
+    """The flat memory of one bucket, as runs."""
 
     members: frozenset[int]  # the bucket's parameters
     runs: list[tuple[tuple[int, ...], SummedMemory]]  # runs of memory with the parameters in each
-    whole: list[tuple[int, SummedMemory]]  # the first parameter of each run, and the run
-    is_all: bool  # whether every parameter is in exactly one run
+    keyed_runs: list[tuple[int, SummedMemory]]  # the same runs, each with its first parameter
+    is_complete: bool  # whether every parameter is in exactly one run
 
 
-class OwnBucket(NamedTuple):
+class LocalBucket(NamedTuple):
     """A bucket as this rank steps it; fixed until the shard is bound again."""
 
     bucket: Bucket
-    stepped: tuple[int, ...]  # the parameters that the local step changes
-    devices: tuple[torch.device, ...]  # that step them
-    label: Label  # of the local step
+    indices: tuple[int, ...]  # the parameters that the local step changes
+    devices: tuple[torch.device, ...]  # the devices that step them
+    label: Label  # traces the local step
 
 
 class Shard:
     """One rank's shard of an optimizer.
 
     Args:
-        order: in which states were created; those that are in none of it yet are new.
-        strides: of parameters that may be cut, as the elements of their states lie.
+        order: the order in which states were created; states that it does not have are new.
+        strides: the strides of parameters that may be cut, which their states have too.
     """
 
-    buckets: Sequence[OwnBucket]  # the plan's buckets as this rank steps them
+    buckets: Sequence[LocalBucket]  # the plan's buckets as this rank steps them
 
     def __init__(
         self,
@@ -333,7 +342,7 @@ class Shard:
         binding: Binding,
         inner: Optimizer,
         exposed: Optimizer,
-        stepped: StepTargets,
+        targets: StepTargets,
         order: StateOrder,
         strides: Sequence[tuple[int, ...]],
     ) -> None:
@@ -342,27 +351,27 @@ class Shard:
         self.comm = ranks.shard  # the ranks that share the shards
         self.trace = ranks.shard.trace
         self.table = table
-        self.binding = binding  # their owners, buckets and storage
-        self.inner = inner  # over the tensors that this rank steps
-        self.stepped = stepped
-        self.masters = stepped.masters  # those that are fp32 copies of parameters
+        self.binding = binding  # the owners, buckets and storage of these parameters
+        self.inner = inner  # the optimizer over the tensors that this rank steps
+        self.targets = targets  # the tensor that is stepped for each parameter
+        self.masters = targets.masters  # the targets that are fp32 copies of parameters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = order
         self.changes = StateChanges(inner)
-        self.snapshot: State | None = None  # the whole state as it is, if gathered here; dropped when anything changes
-        self.life = 0  # how often a state dict was loaded
-        self.leaves_syncs = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
+        self.snapshot: State | None = None  # the full state, if gathered on this rank; dropped when anything changes
+        self.num_loads = 0  # how often a state dict was loaded
+        self.syncs_outlast_step = False  # whether syncs may finish after the step; pre-forward hooks then wait for them
         self._strides = strides
-        order.note_new(self.inner_state, stepped.index_of)
+        order.note_new(self.inner_state, targets.index_of)
         self._bind()
 
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
-        """A step for copies of both optimizers, over the copied parameters."""
-        table = ParameterTable(exposed.param_groups, self.table.weigh, self.table.norm_order)
-        stepped, binding = self.stepped.copy_for(table, memo), self.binding.for_table(table)
+        """A shard for copies of both optimizers, over the copied parameters."""
+        table = ParameterTable(exposed.param_groups, self.table.hints_of, self.table.norm_order)
+        targets, binding = self.targets.copy_for(table, memo), self.binding.for_table(table)
         order = copy.deepcopy(self.order, memo)
-        return Shard(self.ranks, table, binding, inner, exposed, stepped, order, self._strides)
+        return Shard(self.ranks, table, binding, inner, exposed, targets, order, self._strides)
 
     @property
     def plan(self) -> ShardPlan:
@@ -387,71 +396,71 @@ class Shard:
     # Whether a step can be taken
 
     def check_ready(self) -> None:
-        """Raise RuntimeError if exposed groups have other parameters than are sharded, or a step has to be refused."""
+        """Raise RuntimeError if the exposed groups have other parameters than the shard, or a step must be refused."""
         self.table.check_groups(self._exposed_groups())
         if (complaint := self.why_refuse()) is not None:
-            self.check_memory_order()  # in another order a parameter cannot be its rounded master either
+            self.check_memory_order()  # a parameter whose order has changed cannot be its rounded master either
             raise RuntimeError(complaint)
 
     def why_refuse(self) -> str | None:
         """Why no step can be taken on this rank now, or None."""
-        return self.stepped.why_refuse(self.comm.name(self.comm.group_rank))
+        return self.targets.why_refuse(self.comm.name(self.comm.group_rank))
 
     def check_masters(self) -> None:
-        """Raise RuntimeError, naming it, if a low-precision parameter is no longer its rounded master.
+        """Raise RuntimeError naming a low-precision parameter that is no longer its rounded master.
 
         The check is local: a rank may overwrite parameters temporarily.
         """
-        if (complaint := self.stepped.wrong_master(self.comm.name(self.comm.group_rank))) is not None:
+        if (complaint := self.targets.wrong_master(self.comm.name(self.comm.group_rank))) is not None:
             raise RuntimeError(complaint)
 
     def check_memory_order(self) -> None:
-        """Check that the elements of parameters that are cut lie in the order in which their states do.
+        """Check that the elements of each parameter that is cut have the same order in memory as its state.
 
-        Raises RuntimeError naming the first that do not, as after ``model.to(memory_format=...)``, on every rank, since
-        all run the same loop; ValueError if they have gaps.
+        Raises RuntimeError naming the first parameter that differs, as after ``model.to(memory_format=...)``, on every
+        rank, since all run the same loop; ValueError if a parameter has gaps.
         """
-        found = self.binding.orders()
-        if found == self._strides:
+        strides = self.binding.strides()
+        if strides == self._strides:
             return
-        for index, (now, before) in enumerate(zip(found, self._strides, strict=True)):
+        for index, (now, before) in enumerate(zip(strides, self._strides, strict=True)):
             if now == before:
                 continue
             check_can_be_cut(self.table.params[index], self.table.label(index))
-            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
+            if is_cut(self.binding.pieces[index]) and not self.order.has_initial_state:
                 raise RuntimeError(
                     f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
                     f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
                     "partition='elements' ranks share it in that order. Change memory formats before the first step; "
                     "later, keep opt.state_dict() of before the change, and load it after. [ZERO-114]"
                 )
-        self._strides = found
+        self._strides = strides
 
     # Changes of the shard
 
-    def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
+    def refresh(self, may_communicate: bool = True, held: Collection[int] = ()) -> None:
         """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
         self.check_memory_order()
-        if self.binding.refresh(may_talk, held):
+        if self.binding.refresh(may_communicate, held):
             self._bind()
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: Sequence[Pieces]) -> None:
-        """Take over a layout of buckets, given by parameter indices, and move state to its new owners. A collective.
+        """Bind again with a bucket layout, given by parameter indices, and move state to its new owners. A collective.
 
         Raises TypeError if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
-        self.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
+        self.sync.end_step()  # the memory of buckets that this iteration has stepped is about to move
         self.sync.raise_errors()
         before = self.binding.pieces
         # every rank is here before the change begins: until then a peer may still ask for the state of the last step
-        moves = self.table, self.inner_state, self.stepped, before, pieces
+        moves = self.table, self.inner_state, self.targets, before, pieces
         sends = agree_on_moves(self.ranks, *moves)
-        with self.change():
+        with self.changing_state():
             # before the binding follows: blocking messages between old and new owners, in the order of parameters
             migrate_state(self.comm, self.order, *moves, sends=sends)
             self.binding.adopt(layout, pieces)
-            self.local_step.own(self.stepped.assign(self.binding.holdings()))
+            self.local_step.reassign(self.targets.assign(self.binding.owned_parts()))
             self._bind()
 
     def master_weights(self) -> dict[Tensor, Tensor]:
@@ -466,29 +475,29 @@ class Shard:
                 "This optimizer has no master weights, so none differ: leave the call out, or build it with "
                 "master_weights=True. [ZERO-121]"
             )
-        with self.change():
+        with self.changing_state():
             self.masters.refresh()
             self.snapshot = None
 
     def follow_load(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
-        self.life += 1
-        self._strides = self.binding.orders()
+        self.num_loads += 1
+        self._strides = self.binding.strides()
         self.local_step.mirror_to_exposed()
         self.local_step.options.note_load(self.param_groups)
         self._bind()
-        self.order.follow_load([self.stepped[index] for index in indices], self.inner_state)
+        self.order.follow_load([self.targets[index] for index in indices], self.inner_state)
         self.masters.note_versions()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
-        """Take over parameters that were added; existing ones keep their index and their owner."""
+        """Take over a table with parameters added at its end; the others keep their index and their owner."""
         self.snapshot = None
-        self._strides = [*self._strides, *binding.orders()[len(self._strides) :]]
-        table.extends(self.table)
+        self._strides = [*self._strides, *binding.strides()[len(self._strides) :]]
+        table.inherit_from(self.table)
         self.table = table
         self.binding = binding
-        self.order.note_new(self.inner_state, self.stepped.index_of)
+        self.order.note_new(self.inner_state, self.targets.index_of)
         self._bind()
 
     def broadcast_from_owner(self, index: int, value: Tensor) -> None:
@@ -503,9 +512,9 @@ class Shard:
         if staged.data_ptr() != value.data_ptr():
             value.copy_(staged)
 
-    def change(self) -> AbstractContextManager[None]:
-        """A change of the state outside a step; see `StateChanges`."""
-        return self.changes.one(self.binding.accelerators)
+    def changing_state(self) -> AbstractContextManager[None]:
+        """A context for a change of the state outside a step; see `StateChanges`."""
+        return self.changes.changing(self.binding.accelerators)
 
     def drop_state(self) -> None:
         """Drop this rank's state before another one is loaded, so that two are never in memory."""
@@ -513,33 +522,33 @@ class Shard:
         self.local_step.lists.forget()  # they hold tensors of the state
 
     def end_syncs(self) -> None:
-        """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
+        """After all buckets were sent: wait until all are received, unless each use of a parameter waits by itself."""
         self.sync.end_step(self.local_step.options)
-        if not self.leaves_syncs:
+        if not self.syncs_outlast_step:
             self.pending_syncs.complete()
 
     def abandon(self) -> None:
-        """End a step that failed, or that a user drops: forget copies and exchanges in flight, waiting for no peer."""
-        self.stepped.residence.abandon()
+        """End a step that failed or that the user drops: forget copies and syncs in flight, wait for no peer."""
+        self.targets.placement.abandon()
         self.sync.abandon()
         self.changes.abandon()
 
     def _bind(self) -> None:
-        stepped = self.stepped
-        stepped.follow_memory()
+        targets = self.targets
+        targets.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank
         segments = [bucket.segments[me].params for bucket in buckets]
-        if self.local_step.steps_whole:  # the step of the first bucket with parameters of this rank is the whole one
+        if self.local_step.steps_whole:  # in the step of the first bucket with parameters of this rank
             first = next((place for place, params in enumerate(segments) if params), None)
             segments = [tuple(self.binding.owned()) if place == first else () for place in range(len(buckets))]
         self.buckets = [
-            OwnBucket(
+            LocalBucket(
                 bucket,
                 indices,
-                tuple(dict.fromkeys(stepped[index].device for index in indices)),
+                tuple(dict.fromkeys(targets[index].device for index in indices)),
                 self.trace.label("local_step", bucket.index),
             )
             for bucket, indices in zip(buckets, segments, strict=True)
         ]
         owned = ((bucket.index, bucket.segments[me].params) for bucket in buckets)
-        self.local_step.bind({bucket: {stepped[index] for index in indices} for bucket, indices in owned if indices})
+        self.local_step.bind({bucket: {targets[index] for index in indices} for bucket, indices in owned if indices})

@@ -26,13 +26,13 @@ class StepRecord:
 
     Attributes:
         stepped: whether parameters and state were updated.
-        reason: why they were not, or None.
-        regime: when it was decided.
-        deferred_because: why it waited for all buckets, or None.
+        reason: why the step was skipped, or None.
+        regime: when the step was taken or skipped.
+        deferred_because: why the step waited for all buckets, or None.
         nonfinite_parameter: the first parameter, by name, whose averaged gradient was not finite; None if all were or
             none was checked.
-        number: which step of this optimizer it was, from 1; steps that were not taken count, too.
-        nonfinite_rank: the first group rank whose own gradient of it was not finite before averaging; None if all were
+        number: of the step, counted from 1 for each optimizer; skipped steps count, too.
+        nonfinite_rank: the first group rank whose own gradient was not finite before averaging; None if all were
             finite, or if no communication hook of this library saw the gradients.
     """
 

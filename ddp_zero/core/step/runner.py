@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_zero.core.comm.recorder import Act, note_failure, one_by_one
-from ddp_zero.core.local.copy_pipeline import Load
+from ddp_zero.core.local.copy_pipeline import StepInputs
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Route, StepTargets
 from ddp_zero.core.step.coupling import CouplingWatch
-from ddp_zero.core.step.rank_shard import OwnBucket, Shard
+from ddp_zero.core.step.rank_shard import LocalBucket, Shard
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_changes import ON_HOST
 from ddp_zero.error_codes import coded
@@ -31,90 +31,91 @@ from ddp_zero.values.tree import flatten_state
 
 
 class LentGradients:
-    """The gradients of a step of some parameters and, as a context, their place where the inner optimizer reads them.
+    """A context in which the targets of some parameters have the gradients of a step as their ``grad``.
 
-    After the context parameters equal their rounded masters, and every ``grad`` is restored.
+    On exit, targets are copied to their parameters, rounded, and every ``grad`` is restored.
     """
 
-    def __init__(self, stepped: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
-        route = stepped.route(indices)
-        self._stepped, self._route = stepped, route
-        self._before: list[tuple[Tensor, Tensor | None]] = []
-        self._moved: list[Tensor] = []
+    def __init__(self, targets: StepTargets, indices: tuple[int, ...], source: GradientSource) -> None:
+        route = targets.route(indices)
+        self._targets, self._route = targets, route
+        self._replaced: list[tuple[Tensor, Tensor | None]] = []
+        self._changed_in_place: list[Tensor] = []
         self._copied: list[int] = []
         with torch.no_grad():
-            self._grads = _grads_of(stepped, route, indices, source)
+            self._grads = _grads_of(targets, route, indices, source)
 
     def __enter__(self) -> None:
-        stepped, route = self._stepped, self._route
+        targets, route = self._targets, self._route
         try:
             for target, grad in zip(route.targets, self._grads, strict=True):
-                was = target.grad
-                if grad is not was:
-                    self._before.append((target, was))
+                previous = target.grad
+                if grad is not previous:
+                    self._replaced.append((target, previous))
                     target.grad = grad
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        if route.changed:
-            pairs = zip(route.changed, route.windows, strict=True)
-            self._moved = [param for param, window in pairs if window.grad is not None]
+        if route.in_place:
+            pairs = zip(route.in_place, route.in_place_targets, strict=True)
+            self._changed_in_place = [param for param, target in pairs if target.grad is not None]
         if route.copied:
-            self._copied = [index for index in route.copied if stepped[index].grad is not None]
+            self._copied = [index for index in route.copied if targets[index].grad is not None]
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 if self._copied:
-                    self._stepped.write_back(self._copied)
-                if self._moved:
-                    increment_version(self._moved)
+                    self._targets.write_back(self._copied)
+                if self._changed_in_place:
+                    increment_version(self._changed_in_place)
         finally:
-            for target, was in self._before:
-                target.grad = was
+            for target, previous in self._replaced:
+                target.grad = previous
 
 
 def _grads_of(
-    stepped: StepTargets, route: Route, indices: tuple[int, ...], source: GradientSource
+    targets: StepTargets, route: Route, indices: tuple[int, ...], source: GradientSource
 ) -> list[Tensor | None]:
-    """The gradients of parameters, as their targets are stepped by them; with gradients off."""
+    """The gradients of parameters, in the dtypes of their targets; called with gradients off."""
     if not route.copied:
         return source.gradients(indices)
     return [
-        stepped.gradient(index, source) if is_master else source.gradient(index)
-        for index, is_master in zip(indices, route.masters, strict=True)
+        targets.gradient(index, source) if is_master else source.gradient(index)
+        for index, is_master in zip(indices, route.is_master, strict=True)
     ]
 
 
 class StepRunner:
     """Takes the steps of a shard.
 
-    `begin`, the `acts` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`, which does them all.
+    Call `begin`, the `acts` of each bucket in plan order, `end` and `raise_errors`; or `begin` and `run`, which does
+    the rest.
 
-    The change of the state begins with the first parameter that this rank steps, not with the step: until its gradient
-    is there, which takes every rank, a peer may still ask for the state of the last step.
+    The state counts as changing from the first parameter that this rank steps, not from the beginning of the step: the
+    first gradient needs all ranks, and until then a peer may still ask for the state of the last step.
     """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._this = weakref.proxy(self)  # for acts, which it holds: a cycle would hold the process group
+        self._weak_self = weakref.proxy(self)  # for acts, which the runner holds: a cycle would keep the process group
         self.last_step: StepRecord | None = None
         # whether gradients are lent at addresses that DDP with the plain optimizer would not show, and the inner
         # optimizer does more than arithmetic on single elements, whose bits may depend on them
         self.aligns_gradients = False
-        # may hold errors of steps back until ranks with other parameters know of them
+        # a context that may hold errors of steps back until ranks with other parameters know of them
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._coupling = CouplingWatch(shard.everyone, shard.local_step)
-        self._step_all: Callable[[GradientSource], object] = bool  # the acts of all buckets
-        self._bound: tuple[object, ...] = ()  # the buckets and syncs that these are for, and whether a profiler is on
-        self._is_compared = False  # whether `CouplingWatch` sees this step
-        self._new_states: list[Tensor] = []  # keys of those that steps have created since the last record
-        self._changing: set[tuple[torch.device, ...]] = set()  # on which this step has begun to change the state
+        self._step_all: Callable[[GradientSource], object] = bool  # runs the acts of all buckets
+        self._bound: tuple[object, ...] = ()  # what ``_step_all`` is for: buckets, syncs, whether a profiler is on
+        self._compares_options = False  # whether `CouplingWatch` checks this step
+        self._new_states: list[Tensor] = []  # keys of states that steps have created since the last record
+        self._changing_on: set[tuple[torch.device, ...]] = set()  # devices on which this step changes the state
         self._is_on_cuda = any(param.device.type == "cuda" for param in shard.table.params)
         self._sharing_errors = shard.trace.label("share_errors")
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
-        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for this rank's last one.
+        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last bucket.
 
         Args:
             source: has the gradients.
@@ -125,9 +126,9 @@ class StepRunner:
         if not (self._bound and all(map(is_, bound, self._bound))):
             acts = chain.from_iterable(self.acts(place) for place in range(len(shard.buckets)))
             self._step_all, self._bound = shard.trace.sequence(acts), bound
-        with local_step.giving(kwargs) if kwargs else nullcontext():
+        with local_step.with_kwargs(kwargs) if kwargs else nullcontext():
             try:
-                with torch.no_grad() if local_step.lists.may_step else nullcontext():  # once: each bucket would
+                with torch.no_grad() if local_step.lists.may_step else nullcontext():  # once, not per bucket
                     self._step_all(source)
             except BaseException:
                 shard.abandon()
@@ -137,7 +138,7 @@ class StepRunner:
         return local_step.result
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
+        """Evaluate the closure, if any, and begin a step; an unfinished earlier step is forgotten.
 
         Raises RuntimeError as `Shard.check_ready`, or if a parameter that this rank owns is no longer its rounded
         master; NotImplementedError while a CUDA graph is captured.
@@ -154,33 +155,33 @@ class StepRunner:
                 "optimizer. [ZERO-124]"
             )
         shard.masters.follow_model()
-        self._is_compared = number >= self._coupling.next_step
-        if self._is_compared:
+        self._compares_options = number >= self._coupling.next_step
+        if self._compares_options:
             self._coupling.step_begins(number)
         shard.check_ready()
         shard.changes.announce()
-        self._changing.clear()
+        self._changing_on.clear()
         result = shard.local_step.begin(closure)
-        shard.stepped.follow_routes()
+        shard.targets.follow_routes()
         return result
 
     def acts(self, index: int) -> list[Act]:
-        """Step this rank's segment of a bucket and start its sync, as acts that are given the source of the gradients.
+        """The acts that step this rank's segment of a bucket and start its sync; each takes the gradient source.
 
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         own = self.shard.buckets[index]
-        step: list[Act] = [(own.label, partial(StepRunner._step, self._this, own))]
+        step: list[Act] = [(own.label, partial(StepRunner._step, self._weak_self, own))]
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
-        return [*step[: len(own.stepped)], *self.shard.sync.acts(index)]
+        return [*step[: len(own.indices)], *self.shard.sync.acts(index)]
 
-    def _step(self, own: OwnBucket, source: GradientSource) -> None:
+    def _step(self, own: LocalBucket, source: GradientSource) -> None:
         errors, local_step = self.shard.binding.sync.errors, self.shard.local_step
-        if errors.has_local_error:  # after an error this rank only sends what it has
+        if errors.has_local_error:  # after an error this rank only sends its parameters as they are
             return local_step.give_up(own.bucket.index)
         try:
-            self.step_own(own, source)
+            self.step_bucket(own, source)
         except BaseException as error:
             if isinstance(error, Exception):
                 note_failure(error)
@@ -191,38 +192,38 @@ class StepRunner:
             self.shard.abandon()
             raise
 
-    def step_own(self, own: OwnBucket, source: GradientSource) -> None:
-        """Step this rank's segment, within its label."""
+    def step_bucket(self, own: LocalBucket, source: GradientSource) -> None:
+        """Step this rank's segment; the caller has set its trace label."""
         shard = self.shard
-        if own.devices not in self._changing:
+        if own.devices not in self._changing_on:
             self._begin_change(own.devices)
         if self.aligns_gradients:
             source = AlignedGradients(source)
-        local_step, indices, index = shard.local_step, own.stepped, own.bucket.index
+        local_step, indices, index = shard.local_step, own.indices, own.bucket.index
         if local_step.lists.may_step:
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    return self.step_own(own, source)
-            stepped = shard.stepped
-            route = stepped.routes[indices] if indices in stepped.routes else stepped.route(indices)
-            grads = _grads_of(stepped, route, indices, source) if route.copied else source.gradients(indices)
+                    return self.step_bucket(own, source)
+            targets = shard.targets
+            route = targets.routes[indices] if indices in targets.routes else targets.route(indices)
+            grads = _grads_of(targets, route, indices, source) if route.copied else source.gradients(indices)
             if found := local_step.lists.step(index, route.targets, grads):
-                if local_step.note is not None:
-                    local_step.note(index, local_step.inner.param_groups, found)
+                if local_step.after_bucket is not None:
+                    local_step.after_bucket(index, local_step.inner.param_groups, found)
                 if route.copied:
-                    stepped.show(route)
-                if route.changed:
-                    # backward may still need the values of before: fused kernels and windows count no version
-                    increment_version(route.changed)
+                    targets.write_back_route(route)
+                if route.in_place:
+                    # backward may still need the old values: fused kernels and views count no version
+                    increment_version(route.in_place)
                 return
-        # gradients are views of a scratch that another bucket will fill: nothing may keep them
-        with LentGradients(shard.stepped, indices, source):
+        # gradients are views of a scratch buffer that another bucket will fill: nothing may keep them
+        with LentGradients(shard.targets, indices, source):
             local_step.step(index)
 
     def _begin_change(self, devices: tuple[torch.device, ...]) -> None:
-        self.shard.order.is_at_birth = False
+        self.shard.order.has_initial_state = False
         self.shard.changes.begin(devices)
-        self._changing.add(devices)
+        self._changing_on.add(devices)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""
@@ -243,10 +244,10 @@ class StepRunner:
         """
         shard, local_step, errors = self.shard, self.shard.local_step, self.shard.sync.errors
         try:
-            # of all buckets, on the stream that stepped them
+            # the work of all buckets, on the stream that stepped them
             if shard.changes.is_under_way:
                 shard.changes.note_work(shard.binding.accelerators)
-            # so that options change alike on a rank that owns nothing; peers compare them
+            # options must change alike on a rank that owns nothing: peers compare options
             if local_step.has_stepped_nothing:
                 self._try_locally(local_step.step_empty)
             has_failed = errors.has_local_error
@@ -255,15 +256,15 @@ class StepRunner:
         except BaseException:
             self.shard.abandon()
             raise
-        # a rank that has stepped nothing counts the step only now that all others have: one may have waited for state
-        shard.order.is_at_birth = False
+        # a rank that has stepped nothing begins its change only now: until all others had, one could wait for its state
+        shard.order.has_initial_state = False
         shard.changes.begin(shard.binding.accelerators or ON_HOST)
         # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
             local_step.end()
         shard.masters.note_versions()
-        self._new_states += shard.order.after_step(shard.inner_state, shard.stepped.index_of)
-        if self._is_compared:
+        self._new_states += shard.order.after_step(shard.inner_state, shard.targets.index_of)
+        if self._compares_options:
             self._coupling.step_ends(has_failed)
         # after the last write to the state, on this rank's thread and in the queues noted above
         shard.changes.end()
@@ -275,7 +276,7 @@ class StepRunner:
         """
         with self.catching(), self._sharing_errors:
             try:
-                if self._is_compared:
+                if self._compares_options:
                     self._coupling.check()
             finally:
                 self.shard.sync.raise_errors()
@@ -285,52 +286,52 @@ class StepRunner:
         """The number of the next step; the same on every rank."""
         return 1 if self.last_step is None else self.last_step.number + 1
 
-    def note_step(self, record: StepRecord) -> None:
-        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
+    def record_step(self, record: StepRecord) -> None:
+        """Number the record of a step that was taken or skipped, and keep it as `last_step`."""
         self.last_step = replace(record, number=self.next_number)
         if not record.stepped:
             self.shard.changes.decline()
         self.shard.trace.step_ended(perf_counter_ns(), record.stepped)
         if self._new_states:
-            self._tell_if_unsavable()
+            self._warn_if_unsavable()
 
-    def _tell_if_unsavable(self) -> None:
-        """Warn of a state that no save can hold, once, as soon as a step has created it."""
+    def _warn_if_unsavable(self) -> None:
+        """Warn once of a state that cannot be saved, as soon as a step has created it."""
         shard, (keys, self._new_states) = self.shard, (self._new_states, [])
         for key in filter(shard.inner_state.__contains__, keys):
             try:
-                flatten_state(shard.inner_state[key], partial(shard.table.label, shard.stepped.index_of(key)))
+                flatten_state(shard.inner_state[key], partial(shard.table.label, shard.targets.index_of(key)))
             except TypeError as error:
                 return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
 
 
 class OffloadedRunner(StepRunner):
-    """Steps a shard in different memory than its parameters: a bucket when its gradients have been copied there."""
+    """Steps a shard on the host: each bucket once its gradients have been copied there."""
 
     def acts(self, index: int) -> list[Act]:
-        """One act, which steps and syncs the buckets that are there by then; for the last bucket, all that are left."""
-        return [(None, partial(OffloadedRunner._take, self._this, index))]
+        """A single act, which steps and syncs the buckets that have been copied by then; the last act, all others."""
+        return [(None, partial(OffloadedRunner._step_arrived, self._weak_self, index))]
 
-    def _take(self, index: int, source: GradientSource) -> None:
-        shard, residence = self.shard, self.shard.stepped.residence
+    def _step_arrived(self, index: int, source: GradientSource) -> None:
+        shard, placement = self.shard, self.shard.targets.placement
         device = torch.device(shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")
-        arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
+        arrived = placement.submit(index, device, source, partial(self._inputs, index, source))
         # the gradients of the bucket that steps the whole shard are all gradients
         if index == len(shard.buckets) - 1 or shard.local_step.steps_whole:
-            arrived = chain(arrived, residence.drain())
-        for place, there in arrived:
-            if (own := shard.buckets[place]).stepped:
+            arrived = chain(arrived, placement.drain())
+        for place, copied in arrived:
+            if (own := shard.buckets[place]).indices:
                 with own.label:
-                    self._step(own, there)
+                    self._step(own, copied)
             one_by_one(shard.sync.acts(place), source)
 
-    def _loads(self, index: int, source: GradientSource) -> list[Load]:
-        """The tensors that travel for the step of a bucket; none after an error of this rank."""
-        indices = self.shard.buckets[index].stepped
-        loads: list[Load] = self._try_locally(lambda: self.shard.stepped.loads(indices, source)) or []
-        return loads
+    def _inputs(self, index: int, source: GradientSource) -> list[StepInputs]:
+        """The tensors to copy for the step of a bucket; none after an error of this rank."""
+        indices = self.shard.buckets[index].indices
+        inputs: list[StepInputs] = self._try_locally(lambda: self.shard.targets.step_inputs(indices, source)) or []
+        return inputs
 
 
-def runner_of(shard: Shard) -> StepRunner:
-    residence = shard.stepped.residence
-    return OffloadedRunner(shard) if residence.carries else StepRunner(shard)
+def build_runner(shard: Shard) -> StepRunner:
+    placement = shard.targets.placement
+    return OffloadedRunner(shard) if placement.offloads else StepRunner(shard)

@@ -1,10 +1,10 @@
-"""The changes of one rank's optimizer state, counted, and the state that each has left, for a thread that reads it.
+"""Counts the changes of a rank's optimizer state, and keeps versions of it for a thread that answers other ranks.
 
 A script runs ahead of its accelerators. When it has issued step 8, the device may not have begun it: its kernels stand
 behind a collective that a peer has yet to join, perhaps the one that asks for the state of step 7. The device still
 holds that state, and nothing can overwrite it before the peer goes on; values on the host (step counters, numbers) are
-already those of step 8. So each change leaves a `StateVersion`, with the host's values of then, which is good until the
-*device* begins the next change.
+already those of step 8. So each change leaves a `StateVersion`, with copies of the host's values, which is valid until
+the *device* begins the next change.
 """
 
 import threading
@@ -26,55 +26,55 @@ _MOST_COPIED = 1024
 """Elements of a tensor on the host that is copied in each change."""
 
 
-class _Reach:
-    """The progress of a change: true once it may have written to the state of before."""
+class _FirstWrite:
+    """The beginning of a change on its devices: true once the change may have written to the state before it."""
 
     def __init__(self) -> None:
-        self._is_there = False
-        self._begun: dict[torch.device, torch.Event] = {}  # reached by the stream that makes the change, before that
+        self._has_begun = False
+        self._events: dict[torch.device, torch.Event] = {}  # recorded on each device's stream just before the change
 
     def __bool__(self) -> bool:
-        self._is_there = self._is_there or any(event.query() for event in list(self._begun.values()))
-        return self._is_there
+        self._has_begun = self._has_begun or any(event.query() for event in list(self._events.values()))
+        return self._has_begun
 
     def note(self, device: torch.device) -> None:
-        """The change begins on a device: for an accelerator, once its current stream has come to this point."""
+        """Note that the change begins on a device: for an accelerator, where its current stream is now."""
         if device.type == "cpu":
-            self._is_there = True
-        elif device not in self._begun:
-            self._begun[device] = torch.accelerator.current_stream(device).record_event()
+            self._has_begun = True
+        elif device not in self._events:
+            self._events[device] = torch.accelerator.current_stream(device).record_event()
 
     def wait(self) -> None:
-        for event in self._begun.values():
+        for event in self._events.values():
             event.synchronize()
 
 
 class StateVersion:
-    """The state that a change has left, until it `is_over`.
+    """The state that a change has left, until it `may_be_overwritten`.
 
     Attributes:
         values: the inner optimizer's state, by stepped tensor.
-        successor: the next change.
+        next_write: true once the next change may have written to the state.
     """
 
-    def __init__(self, values: State, work: Sequence[torch.Event], successor: _Reach) -> None:
+    def __init__(self, values: State, work: Sequence[torch.Event], next_write: _FirstWrite) -> None:
         self.values = values
-        self.successor = successor
-        self._work = work
+        self.next_write = next_write
+        self._work_events = work
 
     @property
-    def is_over(self) -> bool:
-        """True if the next change may have written to it; if not, all that was read until now is of this version."""
-        return bool(self.successor)
+    def may_be_overwritten(self) -> bool:
+        """True if the next change may have written to the state; else all that was read is of this version."""
+        return bool(self.next_write)
 
     def wait(self) -> None:
-        """Block until devices have done the work of its change, but not later work: that may need peers."""
-        for event in self._work:
+        """Block until devices have done the work of this change, but not later work, which may need peers."""
+        for event in self._work_events:
             event.synchronize()
 
 
 class StateChanges:
-    """Counts the changes of this rank's optimizer state, and keeps the states that they leave, for readers in threads.
+    """Counts the changes of this rank's optimizer state, and keeps a version after each, for threads that read it.
 
     Every rank counts the same changes (steps, loads, moves to new owners), so ranks with equal counts hold shards of
     one state.
@@ -84,15 +84,15 @@ class StateChanges:
     """
 
     def __init__(self, inner: Optimizer) -> None:
-        self.begun = 0  # changes
-        self.ended = 0
+        self.begun = 0  # number of changes that have begun
+        self.ended = 0  # number of changes that have ended
         self.await_peers: Callable[[int], None] | None = None  # called once, with the number of this rank's next step
-        self.is_read = False  # whether a thread may ask for versions
+        self.keeps_versions = False  # whether a thread may ask for versions
         self._inner = inner
         self._is_announced = False
-        self._work: list[torch.Event] = []
-        self._reach, self._next_reach = _Reach(), _Reach()  # of the last change that has begun, and of the next one
-        self._left: dict[int, StateVersion] = {}  # by count; changes have begun since, but not yet on the devices
+        self._work_events: list[torch.Event] = []  # recorded after the work of the last change, on its streams
+        self._first_write, self._next_write = _FirstWrite(), _FirstWrite()  # of the last change to begin, of the next
+        self._versions: dict[int, StateVersion] = {}  # by count; devices may not have begun the changes after them
         self._version_lock = threading.Lock()
 
     # The script's thread
@@ -103,83 +103,84 @@ class StateChanges:
 
     @property
     def pending(self) -> int | None:
-        """A change that was issued, and that the devices have not begun; None if there is none."""
-        return next((number + 1 for number, version in list(self._left.items()) if not version.is_over), None)
+        """The first change that was issued and that the devices have not begun, or None."""
+        versions = list(self._versions.items())
+        return next((number + 1 for number, version in versions if not version.may_be_overwritten), None)
 
     @property
     def reached(self) -> int:
-        """The number of the last change that this rank has come to, before or after its first write."""
+        """The number of the last change that this rank has begun or announced."""
         return self.begun + (self._is_announced and not self.is_under_way)
 
     def announce(self) -> None:
-        """A step has begun, in which this rank may change its state later than others."""
+        """Announce a step that has begun, in which this rank may change its state later than other ranks."""
         self._is_announced = True
         await_peers, self.await_peers = self.await_peers, None
         if await_peers is not None:
             await_peers(self.begun + 1)
 
     def decline(self) -> None:
-        """The step that has begun changes nothing, on any rank."""
+        """Take back `announce`: the step changes nothing, on any rank."""
         self._is_announced = False
 
     def abandon(self) -> None:
-        """The step has failed; it counts as a change on every rank on which it had begun, whatever it has changed."""
+        """End a step that has failed; it counts as a change on every rank that had begun it, whatever was changed."""
         if self._is_announced:
             self.begin()
         self.end()
 
     def begin(self, devices: Sequence[torch.device] = ON_HOST) -> None:
-        """The state is about to change, on the host or by the current streams of these devices.
+        """Note that the state is about to change, on the host or by the current streams of these devices.
 
-        Within a change, it goes on there.
+        Within a change, the same change goes on, on these devices.
         """
         if self.ended == self.begun:
             self._open(devices)
         for device in devices:
-            self._reach.note(device)
+            self._first_write.note(device)
 
     def _open(self, devices: Sequence[torch.device]) -> None:
-        keeps = self.is_read and all(device.type != "cpu" for device in devices)
+        keeps = self.keeps_versions and all(device.type != "cpu" for device in devices)
         if keeps:
-            self._drop_old()
+            self._drop_overwritten()
         with self._version_lock:
-            values, outlasts = _values_now(self._inner.state) if keeps else ({}, False)
+            values, outlasts = _keep_values(self._inner.state) if keeps else ({}, False)
             if outlasts:
-                self._left[self.begun] = StateVersion(values, self._work, self._next_reach)
+                self._versions[self.begun] = StateVersion(values, self._work_events, self._next_write)
             else:
-                for reach in (*(version.successor for version in self._left.values()), self._next_reach):
-                    reach.note(_HOST)
-                self._left.clear()
-            self._work = []
-            self._reach, self._next_reach = self._next_reach, _Reach()
+                for first_write in (*(version.next_write for version in self._versions.values()), self._next_write):
+                    first_write.note(_HOST)
+                self._versions.clear()
+            self._work_events = []
+            self._first_write, self._next_write = self._next_write, _FirstWrite()
             # before the first write, or a reader could mix values of two steps unnoticed
             self.begun += 1
 
-    def _drop_old(self) -> None:
-        last = self._left.get(self.begun - 1)
-        if last is not None and not last.is_over and _are_replaced(last.values, self._inner.state):
-            # an optimizer that puts new tensors into its state would have as many states in memory as the script is
-            # steps ahead. Not within the lock: the peer that this waits for may be asking
-            last.successor.wait()
-        for number in list(self._left):
-            if not self._left[number].is_over:
+    def _drop_overwritten(self) -> None:
+        last = self._versions.get(self.begun - 1)
+        if last is not None and not last.may_be_overwritten and _has_new_tensors(last.values, self._inner.state):
+            # an optimizer that puts new tensors into its state would keep as many states in memory as the script is
+            # steps ahead. Wait without the lock: the device may wait for a peer that is asking for a version
+            last.next_write.wait()
+        for number in list(self._versions):
+            if not self._versions[number].may_be_overwritten:
                 break
-            del self._left[number]
+            del self._versions[number]
 
     def end(self) -> None:
-        """The state has changed, or its change has failed."""
+        """End the change, also if it has failed."""
         self._is_announced = False
         # last: a reader that sees equal counts takes all values for one state
         self.ended = self.begun
 
     def note_work(self, accelerators: Iterable[torch.device]) -> None:
-        """The current streams of these devices have been given work of the change that is under way, or was last."""
+        """Note that the current streams of these devices have been given work of the current or last change."""
         # a thread that copies state waits for these events, so that it never reads a state half stepped
-        self._work += [torch.accelerator.current_stream(device).record_event() for device in accelerators]
+        self._work_events += [torch.accelerator.current_stream(device).record_event() for device in accelerators]
 
     @contextmanager
-    def one(self, accelerators: Iterable[torch.device]) -> Iterator[None]:
-        """A change, or a part of the one that is under way, with work on these devices."""
+    def changing(self, accelerators: Iterable[torch.device]) -> Iterator[None]:
+        """A context for a change, or for a part of the change under way, with work on these devices."""
         is_part = self.is_under_way
         self.begin()
         try:
@@ -192,25 +193,25 @@ class StateChanges:
     # A reader's thread
 
     def version(self, count: int) -> StateVersion | None:
-        """The state that a change has left, which has ended here; None if a later one may have written to it."""
+        """The state after change ``count``, which has ended here; None if a later change may have written to it."""
         with self._version_lock:
             if self.begun == count:
-                return StateVersion(_values_now(self._inner.state)[0], list(self._work), self._next_reach)
-            found = self._left.get(count)
-        return None if found is None or found.is_over else found
+                return StateVersion(_keep_values(self._inner.state)[0], list(self._work_events), self._next_write)
+            found = self._versions.get(count)
+        return None if found is None or found.may_be_overwritten else found
 
     def wait_for_work(self) -> None:
-        """Block until devices have done the work of the last change, but not later work: that may need peers."""
-        # a copy: the thread that steps may replace the list meanwhile
-        for event in list(self._work):
+        """Block until devices have done the work of the last change, but not later work, which may need peers."""
+        # a copy of the list: the thread that steps may replace it meanwhile
+        for event in list(self._work_events):
             event.synchronize()
 
 
-def _values_now(state: State) -> tuple[State, bool]:
-    """The state, and whether it outlasts steps that an accelerator has yet to run.
+def _keep_values(state: State) -> tuple[State, bool]:
+    """A state to keep, and whether it stays valid until an accelerator runs the next step.
 
-    Of parameters that an accelerator steps, values that the host has are copied. All others are stepped on the host, as
-    they are read.
+    For parameters that an accelerator steps, values on the host are copied. All other parameters are stepped by the
+    host itself, and their states are kept without a copy.
     """
     can_keep = True
 
@@ -220,7 +221,7 @@ def _values_now(state: State) -> tuple[State, bool]:
             return fill(value, Tensor, kept) if isinstance(value, dict | list | tuple) else value
         if not value.is_cpu:
             return value
-        if value.numel() > _MOST_COPIED:  # a class that steps on the host by itself, or a state that is parked there
+        if value.numel() > _MOST_COPIED:  # a class that steps on the host by itself, or an offloaded state
             can_keep = False
             return value
         return value.detach().clone()
@@ -232,13 +233,12 @@ def _values_now(state: State) -> tuple[State, bool]:
     return values, can_keep
 
 
-def _are_replaced(before: State, now: State) -> bool:
-    """True if the state has other tensors on accelerators in the places of those that it had."""
+def _has_new_tensors(before: State, now: State) -> bool:
+    """True if tensors on accelerators were replaced by others in the state, instead of changed in place."""
     for key, held in before.items():
         if isinstance(key, Tensor) and key.device.type != "cpu" and key in now:
-            old, new = (
-                [one for one in tensors_in(state, scalars=True) if not one.is_cpu] for state in (held, now[key])
-            )
-            if any(one is not other for one, other in zip(old, new, strict=False)):
+            states = held, now[key]
+            old, new = ([each for each in tensors_in(state, scalars=True) if not each.is_cpu] for state in states)
+            if any(tensor is not other for tensor, other in zip(old, new, strict=False)):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""States of parameters that move to new owners, when a group is added or a checkpoint has other owners."""
+"""Moves states of parameters to new owners, when a group is added or a checkpoint has other owners."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,22 +21,22 @@ def agree_on_moves(
     ranks: Ranks,
     table: ParameterTable,
     state: State,
-    stepped: StepTargets,
+    targets: StepTargets,
     before: Sequence[Pieces],
     after: Sequence[Pieces],
 ) -> bool:
-    """Check that all ranks are about to move the same states, and that these can travel. A collective.
+    """Check that all ranks are about to move the same states, and that these can be sent. A collective.
 
-    Returns whether there is any state or master to move. Raises TypeError if one cannot travel, naming the parameter;
-    RuntimeError on other ranks.
+    Returns whether there is any state or master to move. Raises TypeError naming a parameter whose state cannot be
+    sent; RuntimeError on other ranks.
     """
     changes, mine = _changes(before, after), parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         for index in changes:
-            if stepped[index] in state and index in mine:
-                flatten_state(state[stepped[index]], partial(table.label, index))
-    held = any(stepped[index] in state or index in stepped.masters for index in changes if index in mine)
+            if targets[index] in state and index in mine:
+                flatten_state(state[targets[index]], partial(table.label, index))
+    held = any(targets[index] in state or index in targets.masters for index in changes if index in mine)
     return any(flag for (flag,) in ranks.everyone.all_gather_ints([int(held)]))
 
 
@@ -45,13 +45,13 @@ def migrate_state(
     order: StateOrder,
     table: ParameterTable,
     state: State,
-    stepped: StepTargets,
+    targets: StepTargets,
     before: Sequence[Pieces],
     after: Sequence[Pieces],
     *,
     sends: bool,
 ) -> None:
-    """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
+    """Send the state of every parameter, or part, whose owner changes from the old to the new owner. A collective.
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock. ``sends`` is False on
     every rank if there is nothing to send.
@@ -62,21 +62,21 @@ def migrate_state(
         param, have, want = table.params[index], old.get(index), new.get(index)
         if (index in old, have) == (index in new, want):
             continue
-        mine = _Held.out_of(state, order, stepped, index) if index in old else None
-        arrived: list[tuple[Part, _Held]] = []
+        mine = _MovedState.remove_from(state, order, targets, index) if index in old else None
+        arrived: list[tuple[Part, _MovedState]] = []
         for move in moves(before[index], after[index]):
             elements = part_between(move.start, move.stop, param.numel())
             if move.source == me and mine is not None:
-                given = mine.of(param, have, elements)
+                given = mine.narrow(param, have, elements)
                 if move.target == me:
                     arrived.append((elements, given))
                 elif sends:
                     comm.send_tree((given.master, given.birth, given.state), move.target)
             elif move.target == me:
                 came = comm.receive_tree(move.source, table.accelerator()) if sends else (None, None, None)
-                arrived.append((elements, _Held(*came)))
+                arrived.append((elements, _MovedState(*came)))
         if index in new:
-            _Held.join(arrived, param, want).put_into(state, order, stepped, index, want)
+            _MovedState.join(arrived, param, want).put_into(state, order, targets, index, want)
 
 
 def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
@@ -84,29 +84,29 @@ def _changes(before: Sequence[Pieces], after: Sequence[Pieces]) -> list[int]:
 
 
 @dataclass
-class _Held:
-    """The optimizer state of a parameter or a part of it on one rank: master, birth, state."""
+class _MovedState:
+    """The optimizer state of a parameter or of a part, as ranks send it: master, birth, state."""
 
     master: Tensor | None
     birth: Birth | None
     state: Any
 
     @classmethod
-    def out_of(cls, state: State, order: StateOrder, stepped: StepTargets, index: int) -> "_Held":
-        key, master = stepped[index], stepped.release(index)
+    def remove_from(cls, state: State, order: StateOrder, targets: StepTargets, index: int) -> "_MovedState":
+        key, master = targets[index], targets.release(index)
         is_there = key in state
         master = None if master is None else master.detach()
-        return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
+        return cls(master, order.pop(key) if is_there else None, state.pop(key) if is_there else None)
 
-    def of(self, param: Tensor, have: Part, want: Part) -> "_Held":
+    def narrow(self, param: Tensor, have: Part, want: Part) -> "_MovedState":
         master = narrow_value(self.master, param, have, want)
         return replace(
             self, master=master, state=None if self.state is None else narrow_state(self.state, param, have, want)
         )
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[Part, "_Held"]], param: Tensor, want: Part) -> "_Held":
-        """Several parts as one; all have a state, or none."""
+    def join(cls, parts: Sequence[tuple[Part, "_MovedState"]], param: Tensor, want: Part) -> "_MovedState":
+        """Join several parts; either all have a state, or none."""
         first = parts[0][1]
         masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
         states = [(part, held.state) for part, held in parts if held.state is not None]
@@ -117,9 +117,9 @@ class _Held:
             join_parts(states, param, want) if states else None,
         )
 
-    def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: Part) -> None:
-        stepped.create(index, self.master, part)
+    def put_into(self, state: State, order: StateOrder, targets: StepTargets, index: int, part: Part) -> None:
+        targets.create(index, self.master, part)
         if self.birth is not None:
-            key = stepped[index]
+            key = targets[index]
             state[key] = self.state
-            order.take(key, self.birth)
+            order.insert(key, self.birth)

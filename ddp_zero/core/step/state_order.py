@@ -7,24 +7,25 @@ from typing import Any
 from torch import Tensor
 
 Birth = tuple[int, int]
+"""When a state was created: the step, and its place within the step. Saved in checkpoints."""
 State = MutableMapping[Any, Any]
 
 
 class StateOrder:
     """The order in which the unsharded optimizer would have created its per-parameter states.
 
-    `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
-    each notes when its states were born and the gathered ones are sorted by that. States are keyed by stepped tensor.
+    `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank has only its shard, so
+    each rank notes the birth of its states, and gathered states are sorted by birth. States are keyed by step target.
     """
 
     def __init__(self) -> None:
         self.births: dict[Tensor, Birth] = {}  # when each state was created
-        self._looked_at: list[Any] = []  # keys of the state when all their births were known
-        self.step = 0  # how many were taken
-        # until a step begins or state is loaded: at most the states that construction creates exist, on every rank
-        self.is_at_birth = True
-        # in addition no parameters were added and no state dict was loaded, not even an empty one
-        self.is_as_built = True
+        self._known_keys: list[Any] = []  # the state's keys when births were last noted
+        self.step = 0  # number of steps taken
+        # True until a step begins or state is loaded: at most the states that construction creates exist, on every rank
+        self.has_initial_state = True
+        # True until parameters are added or a state dict is loaded, even an empty one
+        self.is_as_constructed = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> list[Tensor]:
         """Note the states that a step, or a method of the inner class, has created. Returns their keys."""
@@ -34,9 +35,9 @@ class StateOrder:
     def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> list[Tensor]:
         """Note the states that are new since the last call; some optimizers create theirs at construction."""
         now = [*state]
-        if len(now) == len(self._looked_at) and all(map(is_, now, self._looked_at)):  # without the hashes of tensors
+        if len(now) == len(self._known_keys) and all(map(is_, now, self._known_keys)):  # without hashing tensors
             return []
-        self._looked_at = now
+        self._known_keys = now
         if state.keys() == self.births.keys():
             return []
         keys = [key for key in state if isinstance(key, Tensor)]
@@ -46,26 +47,26 @@ class StateOrder:
 
     def follow_load(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget all births; states are now in the order of the state dict, given as stepped tensors."""
-        self.is_at_birth = self.is_at_birth and not stepped
-        self.is_as_built, self._looked_at = False, []
+        self.has_initial_state = self.has_initial_state and not stepped
+        self.is_as_constructed, self._known_keys = False, []
         position = {key: place for place, key in enumerate(stepped)}
         self.births = {key: (self.step, position[key]) for key in state if key in position}
 
     def sort(self, state: State) -> State:
         """A state in the unsharded order; states that belong to no parameter first."""
-        born = sorted((key for key in state if isinstance(key, Tensor)), key=self.of)
+        born = sorted((key for key in state if isinstance(key, Tensor)), key=self.birth_of)
         others = [key for key in state if not isinstance(key, Tensor)]
         return {key: state[key] for key in [*others, *born]}
 
-    def of(self, param: Tensor, index: int = 0) -> Birth:
-        """Creation key of a state: (step, place within the step). Uses the current step if the state has none."""
+    def birth_of(self, param: Tensor, index: int = 0) -> Birth:
+        """The birth of a state; the current step with this index if there is no state yet."""
         return self.births.get(param, (self.step, index))
 
-    def give(self, param: Tensor) -> Birth:
-        """Forget a state that moves to another rank; returns its creation key."""
-        self._looked_at = []
+    def pop(self, param: Tensor) -> Birth:
+        """Forget a state that moves to another rank; returns its birth."""
+        self._known_keys = []
         return self.births.pop(param)
 
-    def take(self, param: Tensor, birth: Birth) -> None:
-        """Note a state that has arrived from another rank."""
-        self.births[param], self._looked_at = birth, []
+    def insert(self, param: Tensor, birth: Birth) -> None:
+        """Note a state that was received from another rank."""
+        self.births[param], self._known_keys = birth, []

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import StepRegime, shard_optimizer
-from ddp_zero.core.step.rank_shard import OwnBucket
+from ddp_zero.core.step.rank_shard import LocalBucket
 from ddp_zero.optimizer import engine_of, shard_of
 
 CAP_MB = 512 / (1 << 20)
@@ -64,9 +64,9 @@ class Run:
         assert engine.hook is not None
         self.hook = engine.hook
         source: Any = self.hook.gradients.source
-        self._start, self._step = source.start, engine.runner.step_own
+        self._start, self._step = source.start, engine.runner.step_bucket
         mock.patch.object(source, "start", self.start).start()
-        mock.patch.object(engine.runner, "step_own", self.step_bucket).start()
+        mock.patch.object(engine.runner, "step_bucket", self.step_bucket).start()
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
         assert index == len(self.arrived)
@@ -75,7 +75,7 @@ class Run:
         self.complete.append([self.places(self.hook.gradients.buckets[place].params) for place in complete])
         return future, complete
 
-    def step_bucket(self, own: OwnBucket, source: Any) -> None:
+    def step_bucket(self, own: LocalBucket, source: Any) -> None:
         table, (segment,) = shard_of(self.opt).table, own.bucket.segments
         self.stepped.append(self.places([table.params[one] for one in segment.params]))
         self._step(own, source)

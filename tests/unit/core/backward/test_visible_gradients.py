@@ -31,10 +31,10 @@ class Rank:
             table=ParameterTable([{"params": self.params, "param_names": ["own", "others", "cut"]}]),
             comm=SimpleNamespace(group_rank=RANK_0, world_size=2, name=lambda rank: f"rank {rank}"),
             binding=SimpleNamespace(pieces=self.pieces),
-            masters=SimpleNamespace(wants=lambda index: dtype is not torch.float32),
+            masters=SimpleNamespace(needs_master=lambda index: dtype is not torch.float32),
             param_groups=[{"params": self.params}],
         )
-        self.shard.stepped = stepped = StepTargets(self.shard.table, has_masters=False)
+        self.shard.targets = stepped = StepTargets(self.shard.table, has_masters=False)
         stepped.create(CUT, None, slice(0, 2))
         self.carried: dict[int, Tensor] = {}
         context = SimpleNamespace(shard=self.shard, carried=self.carried, where="rank 0")

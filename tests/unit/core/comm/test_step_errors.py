@@ -3,21 +3,21 @@
 import pytest
 
 from ddp_zero.core.comm.ranks import BLOCK_BYTES, decode, encode
-from ddp_zero.core.local.given_options import Statement
+from ddp_zero.core.local.given_options import OptionsSummary
 
 
 @pytest.mark.parametrize("text", ["", "KeyError: 'a'", "ValueError: größer", "two\nlines"])
 def test_a_text_comes_back(text: str) -> None:
-    block = encode(Statement(2**48, '[[0,"lr","0.5"]]'), text)
+    block = encode(OptionsSummary(2**48, '[[0,"lr","0.5"]]'), text)
     assert block.numel() == BLOCK_BYTES
-    assert decode(block) == (Statement(2**48, "" if text else '[[0,"lr","0.5"]]'), text)
+    assert decode(block) == (OptionsSummary(2**48, "" if text else '[[0,"lr","0.5"]]'), text)
 
 
 def test_a_text_that_is_too_long_is_cut_off_between_characters() -> None:
-    _, told = decode(encode(Statement(), "ä€𝄞" * 1000))
+    _, told = decode(encode(OptionsSummary(), "ä€𝄞" * 1000))
     assert 490 < len(told.encode()) <= BLOCK_BYTES
     assert ("ä€𝄞" * 1000).startswith(told)
 
 
 def test_a_text_that_utf_8_does_not_know_travels_all_the_same() -> None:
-    assert decode(encode(Statement(), "bad \udc80 name"))[1] == "bad ? name"
+    assert decode(encode(OptionsSummary(), "bad \udc80 name"))[1] == "bad ? name"

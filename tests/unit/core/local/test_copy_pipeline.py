@@ -5,22 +5,22 @@ import weakref
 import pytest
 import torch
 
-from ddp_zero.core.local.copy_pipeline import CopyPipeline, Load, Transfer, merge_copies, transfer_for
-from ddp_zero.core.local.placement import OnHost
+from ddp_zero.core.local.copy_pipeline import CopyPipeline, StepInputs, Transfer, merge_copies, transfer_for
+from ddp_zero.core.local.placement import HostOffload
 from tests import internals
 from tests.multiproc.two_memories import StrictTransfer
 
 
-def load() -> Load:
-    return Load(0, torch.full((3,), 0.5), torch.zeros(3), torch.zeros(3))
+def load() -> StepInputs:
+    return StepInputs(0, torch.full((3,), 0.5), torch.zeros(3), torch.zeros(3))
 
 
 def test_an_error_forgets_what_is_on_the_way_and_the_buffers_serve_again() -> None:
     transfer = StrictTransfer()
     pipeline = CopyPipeline(transfer, 3)
     for bucket in range(2):
-        for _ in pipeline.arrive(bucket, lambda: [load()]):
-            pipeline.show([(torch.zeros(3), torch.ones(3))])
+        for _ in pipeline.submit(bucket, lambda: [load()]):
+            pipeline.copy_back([(torch.zeros(3), torch.ones(3))])
     pipeline.abandon()
     assert list(pipeline.drain()) == []
     assert transfer.busy == []
@@ -33,7 +33,7 @@ def test_a_gradient_can_go_once_it_is_copied_before_its_bucket_is_stepped() -> N
     held = weakref.ref(given.gradient)
     coming = [given]
     del given
-    assert list(pipeline.arrive(0, lambda: [coming.pop()])) == []
+    assert list(pipeline.submit(0, lambda: [coming.pop()])) == []
     assert held() is None
     ((bucket, source),) = pipeline.drain()
     gradient = source.gradient(0)
@@ -76,12 +76,12 @@ def test_only_accelerators_need_copies() -> None:
 
 def test_a_bucket_on_the_cpu_comes_after_those_on_the_way_and_is_stepped_where_it_is() -> None:
     cpu, other = torch.device("cpu"), torch.device("cuda", 7)
-    residence = OnHost(3)
-    internals.add_pipeline(residence, other, CopyPipeline(StrictTransfer(), 3))
-    assert not residence.is_away(cpu)
-    assert list(residence.arrive(0, other, "source 0", lambda: [load()])) == []
-    assert [(bucket, type(source).__name__) for bucket, source in residence.arrive(1, cpu, "source 1", list)] == [
-        (0, "Arrived"),
+    placement = HostOffload(3)
+    internals.add_pipeline(placement, other, CopyPipeline(StrictTransfer(), 3))
+    assert not placement.is_offloaded(cpu)
+    assert list(placement.submit(0, other, "source 0", lambda: [load()])) == []
+    assert [(bucket, type(source).__name__) for bucket, source in placement.submit(1, cpu, "source 1", list)] == [
+        (0, "HostGradients"),
         (1, "str"),
     ]
-    assert list(residence.drain()) == []
+    assert list(placement.drain()) == []

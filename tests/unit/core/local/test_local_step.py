@@ -113,7 +113,7 @@ class Sharded:
 
     def own(self, buckets: Sequence[Sequence[int]]) -> None:
         """Own other parameters from now on; their state has been moved."""
-        self.local.own({self.params[index]: self.params[index] for bucket in buckets for index in bucket})
+        self.local.reassign({self.params[index]: self.params[index] for bucket in buckets for index in bucket})
         self._bind(buckets)
 
     def step(self, closure: Callable[[], Any] | None = None) -> list[Any]:
@@ -212,7 +212,7 @@ def test_keyword_arguments_reach_the_inner_step() -> None:
 
     sharded = Sharded(Scaled, make_params(), [[0]])
     sharded.local.begin(None)
-    with sharded.local.giving({"scale": 4.0}):
+    with sharded.local.with_kwargs({"scale": 4.0}):
         assert sharded.local.step(0) == sharded.local.result == 4.0
     assert sharded.local.step(0) == sharded.local.result == 1.0
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_zero.core.local.copy_pipeline import Action, AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.core.local.copy_pipeline import Action, AwaitCopyBack, AwaitHost, CopyToHost, Schedule
 
 
 def written(actions: Sequence[Action]) -> str:
     words = []
     for action in actions:
         buffer = "ABCDEFGH"[action.buffer]
-        if isinstance(action, AwaitBack):
+        if isinstance(action, AwaitCopyBack):
             words.append(f"{buffer}?")
         elif isinstance(action, CopyToHost):
             words.append(f"{action.bucket}>{buffer}")
@@ -29,7 +29,7 @@ def written(actions: Sequence[Action]) -> str:
 def steps(buffers: int, buckets: int, count: int = 1) -> list[str]:
     schedule, found = Schedule(buffers), []
     for _ in range(count):
-        found += [written(schedule.arrive(bucket)) for bucket in range(buckets)]
+        found += [written(schedule.submit(bucket)) for bucket in range(buckets)]
         found.append(written(schedule.drain()))
     return found
 
@@ -53,10 +53,10 @@ def test_copies_back_may_outlast_a_step_and_are_waited_for_by_who_needs_the_buff
 def test_after_an_error_everything_is_waited_for_and_nothing_stepped() -> None:
     schedule = Schedule(3)
     for bucket in range(3):
-        schedule.arrive(bucket)
+        schedule.submit(bucket)
     assert written(schedule.abandon()) == "2? A? B?"
     assert written(schedule.abandon()) == ""
-    assert written(schedule.arrive(7)) == "7>A"
+    assert written(schedule.submit(7)) == "7>A"
 
 
 def test_there_is_a_buffer() -> None:
@@ -71,10 +71,10 @@ def test_whatever_the_numbers(buffers: int, counts: list[int]) -> None:
     state: dict[int, str] = {}
     for count in counts:
         stepped: list[int] = []
-        for actions in (*map(schedule.arrive, range(count)), schedule.drain()):
+        for actions in (*map(schedule.submit, range(count)), schedule.drain()):
             for action in actions:
                 before = state.get(action.buffer, "free")
-                if isinstance(action, AwaitBack):
+                if isinstance(action, AwaitCopyBack):
                     assert before == "going"
                     state[action.buffer] = "free"
                 elif isinstance(action, CopyToHost):

@@ -101,12 +101,12 @@ def test_changes_are_counted_once_and_parts_belong_to_the_whole() -> None:
     changes = StateChanges(torch.optim.SGD([torch.zeros(1)]))
     changes.begin()
     changes.begin()
-    with changes.one([]):
+    with changes.changing([]):
         assert changes.begun == 1
     assert changes.is_under_way
     changes.end()
     assert not changes.is_under_way
-    with pytest.raises(KeyError), changes.one([]):
+    with pytest.raises(KeyError), changes.changing([]):
         raise KeyError(changes.is_under_way)
     assert (changes.begun, changes.is_under_way) == (2, False)
     changes.end()

@@ -167,7 +167,7 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
             param = table.params[index]
             if old != new and param in states[old]:
                 states[new][param] = states[old].pop(param)
-                orders[new].take(param, orders[old].give(param))
+                orders[new].insert(param, orders[old].pop(param))
         owners = moves.get(number, owners)
         for index, param in enumerate(table.params):
             param.grad = torch.zeros_like(param) if index in with_gradient else None
@@ -182,7 +182,7 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
             for rank, state in enumerate(states):
                 orders[rank].follow_load([table.params[index] for index in whole["state"]], state)
 
-    born = [(orders[owners[i]].of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
+    born = [(orders[owners[i]].birth_of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
     assert [index for _, index in sorted(born)] == unsharded()
     for order, state in zip(orders, states, strict=True):
         own = [param for param in plain.state if param in state]

@@ -53,7 +53,7 @@ class Run:
         self.state.update(state)
         self.inner.state[self.param] = self.state
         self.changes = StateChanges(self.inner)
-        self.changes.is_read = True
+        self.changes.keeps_versions = True
 
     def step(self, in_place: bool = True) -> None:
         self.changes.begin((self.param.device,))
@@ -70,7 +70,7 @@ class Run:
         if version is None:
             return None
         state = version.values[self.param]
-        return None if version.is_over else (state["step"].item(), state["calls"])
+        return None if version.may_be_overwritten else (state["step"].item(), state["calls"])
 
 
 def test_a_state_is_there_until_the_device_begins_the_next_change(stream: Stream) -> None:
@@ -88,7 +88,7 @@ def test_a_state_is_there_until_the_device_begins_the_next_change(stream: Stream
     version.wait()
     assert stream.waits == [1], "no event of a later step"
     stream.reach(2)
-    assert version.is_over
+    assert version.may_be_overwritten
     assert (run.seen(1), run.seen(2)) == (None, (2.0, 2))
     stream.reach(5)
     assert run.changes.pending is None
@@ -99,13 +99,13 @@ def test_on_the_host_a_state_is_there_until_the_next_change(stream: Stream) -> N
     on_host.step()
     version = on_host.changes.version(1)
     assert version is not None
-    assert not version.is_over
+    assert not version.may_be_overwritten
     on_host.step()
-    assert version.is_over
+    assert version.may_be_overwritten
     assert on_host.seen(1) is None
     run.step()
     run.step()
-    with run.changes.one([DEVICE]):  # a load: nothing of before is left
+    with run.changes.changing([DEVICE]):  # a load: nothing of before is left
         pass
     assert (run.seen(0), run.seen(1), run.seen(2), run.seen(3)) == (None, None, None, (2.0, 2))
 
@@ -131,13 +131,13 @@ def test_a_large_state_on_the_host_is_not_copied(stream: Stream) -> None:
     assert before is not None
     assert before.values[run.param]["beside"] is run.state["beside"]
     run.step()
-    assert before.is_over
+    assert before.may_be_overwritten
     assert (run.seen(1), run.seen(2)) == (None, (2.0, 2))
 
 
 def test_nothing_is_kept_or_asked_where_nobody_reads(stream: Stream) -> None:
     run = Run()
-    run.changes.is_read = False
+    run.changes.keeps_versions = False
     for _ in range(3):
         run.step(in_place=False)
     assert run.changes.pending is None
