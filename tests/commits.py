@@ -54,7 +54,8 @@ def new_commits(root: Path, since: str = SINCE) -> list[str] | None:
 def findings(root: Path, commits: list[str]) -> Iterator[str]:
     """Each commit that breaks a rule, with the rule."""
     for commit in commits:
-        subject, _, body = git("log", "-1", "--format=%B", commit, root=root).strip().partition("\n")
+        # git's own subject: all before the first empty line
+        subject, body = git("log", "-1", "--format=%s%x00%b", commit, root=root).split("\0")
         if len(subject) > LONGEST:
             yield f"{commit[:8]}: Expected a subject of at most {LONGEST} characters, got {len(subject)}: {subject}"
         if not body.strip() and changes_a_claim(git("show", "-U0", "--format=", commit, root=root)):

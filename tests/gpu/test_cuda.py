@@ -93,8 +93,8 @@ def test_stage_2_holds_three_buckets_on_a_gpu() -> None:
     run_ranks(_memory_of_stage_2, 1)
 
 
-def _decide_on_a_gpu(setup: Setup, backend: str) -> None:
-    """A GradScaler with overflows and clipping, beside DDP; masters; the record."""
+def _scale_and_clip_on_a_gpu(setup: Setup, backend: str) -> None:
+    """With a GradScaler's overflows and clipping, norms, parameters and scales equal DDP's; so does each record."""
     share_gpus(setup.rank, setup.world_size)
     device = torch.device("cuda", 0)
     group = dist.new_group(list(range(setup.world_size)), backend=backend)
@@ -220,8 +220,8 @@ def test_clipping_waits_for_nobody_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("backend", "world_size"), JOBS)
-def test_a_step_decides_on_a_gpu(backend: str, world_size: int) -> None:
-    run_ranks(_decide_on_a_gpu, world_size, backend)
+def test_loss_scaling_and_clipping_equal_ddp_on_a_gpu(backend: str, world_size: int) -> None:
+    run_ranks(_scale_and_clip_on_a_gpu, world_size, backend)
 
 
 @pytest.mark.parametrize(("backend", "world_size"), JOBS)

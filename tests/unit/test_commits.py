@@ -49,7 +49,7 @@ def test_new_commits_of_whole_and_of_shallow_clones(tmp_path: Path, capsys: pyte
     assert new_commits(root, old) == []
     commit(root, "A test without a reason", a="steps = 4\n")
     commit(root, "A test with one\n\nIt needs five steps", a="steps = 5\n")
-    commit(root, "long" * 19, b="steps = 5\n")
+    commit(root, "A subject without an empty line after it\n" + "long " * 9, b="steps = 5\n")
     long, with_reason, without = list(new_commits(root, old) or [])
     found = list(findings(root, [long, with_reason, without]))
     assert found[0].startswith(f"{long[:8]}: Expected a subject")

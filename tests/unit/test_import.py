@@ -44,7 +44,8 @@ def test_all_is_exactly_what_is_public() -> None:
 
 
 def test_a_file_of_tests_that_needs_another_extra_is_skipped_without_it() -> None:
-    # What is installed beside README's extra is hidden, as where tests run with that extra alone.
+    """Where README's extra is installed alone, these files are collected without an error."""
+    # hidden: all else that is installed here
     held = {"pip", "ddp-zero"} | _required_by("ddp-zero[test]")
     hidden = [name for name, by in packages_distributions().items() if held.isdisjoint(map(canonicalize_name, by))]
     code = f"import sys, pytest; sys.modules.update(dict.fromkeys({hidden})); "

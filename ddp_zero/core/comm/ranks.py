@@ -35,7 +35,7 @@ from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, PointToPointExchange
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import Background, RingWorker
-from ddp_zero.core.local.arguments import check_group, is_group
+from ddp_zero.core.local.arguments import check_group, is_process_group
 from ddp_zero.core.local.given_options import GivenOptions, OptionsSummary, written_options
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
@@ -388,7 +388,7 @@ def build_ranks(
     with Agreement(everyone, "arranging shard groups") as agreement:
         agreement.declare("shard_group", "None" if shard_group is None else "a process group")
         if shard_group is not None:
-            if not is_group(shard_group):
+            if not is_process_group(shard_group):
                 check_group(shard_group, "shard_group")
             if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
                 raise ValueError(_NO_MEMBER.format(dist.get_rank()))

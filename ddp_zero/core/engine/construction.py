@@ -21,7 +21,7 @@ from ddp_zero.core.local.arguments import (
     check_group,
     check_in_one_group,
     first_device,
-    is_group,
+    is_process_group,
     own_options,
 )
 from ddp_zero.core.local.costs import Cost, check_cost, make_hints_of
@@ -68,7 +68,7 @@ def build_engine(
         The engine; a function that builds the inner optimizer from groups and tensors to step; and an instance whose
         state is to be taken over, or None.
     """
-    group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
+    group = process_group if is_process_group(process_group) else None  # anything else is refused below, by all ranks
     ranks = build_ranks(group, shard_group, first_device(params))
     Joinable.__init__(optimizer)
     with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:

@@ -23,7 +23,7 @@ PARALLEL_REMEDY = (
 )
 
 
-def is_group(process_group: object) -> bool:
+def is_process_group(process_group: object) -> bool:
     """True for a process group, for None (the default group), and for the marker of a group without this process."""
     return process_group is None or isinstance(process_group, ProcessGroup) or process_group == _NOT_A_MEMBER
 

@@ -28,7 +28,7 @@ CHUNKS = [Chunk((0, 0), (1, 6)), Chunk((1, 0), (3, 2)), Chunk((1, 2), (1, 4)), C
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
-def test_runs_of_a_tensor_are_few_boxes_whose_elements_are_in_its_order(shape: list[int], data: st.DataObject) -> None:
+def test_a_flat_run_splits_into_at_most_2d_minus_1_boxes_in_memory_order(shape: list[int], data: st.DataObject) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     bounds = [0, *sorted(data.draw(st.lists(st.integers(0, whole.numel()), max_size=3))), whole.numel()]
     every = []
@@ -37,7 +37,7 @@ def test_runs_of_a_tensor_are_few_boxes_whose_elements_are_in_its_order(shape: l
         assert [int(one) for chunk in chunks for one in whole[chunk.slices].flatten()] == list(range(start, stop))
         assert len(chunks) <= max(1, 2 * len(shape) - 1)
         every += chunks
-    assert Chunk.fault(shape, every) is None
+    assert Chunk.fault(shape, every) is None, "all runs tile the tensor"
 
 
 @pytest.mark.parametrize("held", [WHOLE, WHOLE.t(), torch.arange(120.0).view(2, 3, 4, 5).permute(0, 3, 1, 2)])
@@ -102,7 +102,11 @@ def test_any_box_is_read_whatever_was_written_and_into_any_memory(tmp_path: Path
             assert torch.equal(read(tmp_path, part, CPU), whole[chunk.slices])
             inner = Chunk((0, 0), (1, 1))
             assert torch.equal(read(tmp_path, part.within(inner), CPU), whole[chunk.slices][:1, :1])
-    assert as_written([cut.within(CHUNKS[2])])[0] in as_written([cut]), "only what has elements of it is read"
+
+
+def test_a_slice_reads_only_the_chunks_that_it_overlaps(tmp_path: Path) -> None:
+    cut = stored(tmp_path)
+    assert as_written([cut.within(CHUNKS[2])])[0] in as_written([cut])
     assert len(cut.within(CHUNKS[2]).chunks) == 1
 
 

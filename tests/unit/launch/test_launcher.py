@@ -37,14 +37,14 @@ def test_hosts_are_of_the_file_the_allocation_or_this_machine(hostfile: str) -> 
         hosts_of(options("--hostfile=nowhere"), {})
 
 
-def test_how_hosts_are_reached(hostfile: str) -> None:
+def test_this_host_needs_no_launcher_a_hostfile_ssh_and_an_allocation_slurm(hostfile: str) -> None:
     here = (Host(socket.gethostname(), (0,)),)
     assert launcher_of(options(), (Host("localhost", (0,)),), {}) == "local"
     assert launcher_of(options(hostfile), here, ALLOCATION) == "local"
-    assert launcher_of(options(hostfile), TWO, ALLOCATION) == "ssh"
-    assert launcher_of(options(hostfile), TWO[:1], {}) == "ssh"
     assert launcher_of(options(), TWO, ALLOCATION) == "slurm"
-    assert launcher_of(options("--launcher=ssh"), here, {}) == "ssh"
+    assert launcher_of(options(hostfile), TWO, ALLOCATION) == "ssh", "the file is asked for, the allocation is there"
+    assert launcher_of(options(hostfile), TWO[:1], {}) == "ssh"
+    assert launcher_of(options("--launcher=ssh"), here, {}) == "ssh", "as asked for"
 
 
 def test_options_of_deepspeed(hostfile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from torch.optim import SGD
 from ddp_zero.parallel.members import check_arguments, check_groups, count_in_norms, nonfinite, other_dims
 
 
-def test_a_group_that_begins_in_another_stage_counts_there() -> None:
+def test_a_group_that_begins_in_another_pipeline_stage_counts_there() -> None:
     stated = [[0, 1, 2, 3], [0, 1, 2, 3]]
-    check_groups([2, 3], stated, "group 2")
+    check_groups([2, 3], stated, "group 2")  # raises nothing
     assert count_in_norms([2, 3], stated) == [False, False]
     assert count_in_norms([0, 1], stated) == [True, False]
 

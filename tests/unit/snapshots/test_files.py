@@ -179,12 +179,13 @@ def test_a_rank_that_was_kept_out_waits_for_another_one_again(root: Path, monkey
     holder.join(HANG)
 
 
-def test_a_control_group_counts(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cgroup_memory_limit_is_respected(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in {"max": "1000000", "current": "900000", "stat": "anon 5\ninactive_file 20000\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
     monkeypatch.setattr(
         memory_files, "CONTROL_GROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),)
     )
+    # 95% of 1,000,000 bytes, less 900,000 in use, of which 20,000 can be dropped: 70,000
     PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None)).begin(69_000)
     with pytest.raises(NoRoomError, match="got 70000 of the control group"):
         PartFile(rank_folder(root, 0) / "b", 0, Budget(root, None)).begin(71_000)

@@ -120,16 +120,16 @@ def test_programs_that_do_anything_else_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_cut_and_every_changed_byte_ends_well() -> None:
+def test_truncated_and_corrupted_pickles_raise_value_errors_only() -> None:
     program = pickle.dumps(PLAIN, 2)
-    ended = 0
+    refused = 0
     for place in range(len(program)):
         for damaged in (program[:place], program[:place] + bytes([program[place] ^ 0x5B]) + program[place + 1 :]):
             try:
                 interpret(damaged, KNOWN, forbid, "it")
             except ValueError:
-                ended += 1
-    assert ended > len(program)
+                refused += 1
+    assert refused > len(program), "most of the damaged programs, of which there are twice as many"
 
 
 # Archives

@@ -122,8 +122,8 @@ def test_a_bucket_with_a_parameter_whose_uses_cannot_be_noticed_is_waited_for_at
     stepped.sync.pending_syncs.complete()
 
 
-def test_copies_of_two_buckets_are_under_way_at_once() -> None:
-    for copied, received in ((0, []), (16, [0, 1])):
+def test_at_most_two_buckets_are_copied_at_once() -> None:
+    for copied, received in ((0, []), (16, [0, 1])):  # bucket 2 waits for bucket 0, bucket 3 for bucket 1
         stepped = Stepped(copied, may_outlast=False)
         stepped.send()
         assert (stepped.comm.sent, stepped.comm.waited) == ([0, 1, 2, 3], received)

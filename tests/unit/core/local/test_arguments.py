@@ -18,7 +18,7 @@ from ddp_zero.core.local.arguments import (
     check_known,
     check_params,
     group_by_options,
-    is_group,
+    is_process_group,
 )
 
 OURS = {
@@ -126,7 +126,7 @@ def test_a_function_that_returns_no_options_is_refused_with_the_name(answer: Any
         group_by_options(named, _answer(answer))
 
 
-def test_kinds_of_arguments() -> None:
+def test_a_class_and_parameters_are_told_from_other_arguments() -> None:
     weight = nn.Parameter(torch.ones(2))
     for wrong in (AdamW([weight]), nn.Linear, 3, None, "AdamW"):
         with pytest.raises(TypeError, match=r"Expected optimizer_class to be a torch.optim.Optimizer class, got"):
@@ -144,12 +144,18 @@ def test_kinds_of_arguments() -> None:
         check_class(fits)
     check_params([weight])
     check_params(iter([weight]))
+
+
+def test_a_flag_is_a_bool() -> None:
     check_flags(one=True, other=False)
     for wrong_flag in (1, "yes", None, torch.tensor(True)):
         with pytest.raises(TypeError, match="Expected one to be True or False, got"):
             check_flags(one=wrong_flag)
-    assert is_group(None)
-    assert not any(map(is_group, (1e-3, 1, "gloo", True, [0, 1])))
+
+
+def test_a_process_group_is_one_or_none() -> None:
+    assert is_process_group(None)
+    assert not any(map(is_process_group, (1e-3, 1, "gloo", True, [0, 1])))
 
 
 def test_a_parameter_in_two_groups_is_named_with_both() -> None:

@@ -93,7 +93,7 @@ LLAMA_7B = [
 
 
 @pytest.mark.parametrize(
-    ("partition", "buckets", "count", "one_owner", "padded", "even"),
+    ("partition", "buckets", "count", "single_owner_buckets", "padded_buckets", "even_buckets"),
     [
         (WHOLE, "DDP's", 226, 194, 0, 0),
         (WHOLE, "of 256 MiB", 44, 0, 0, 0),
@@ -103,7 +103,7 @@ LLAMA_7B = [
     ],
 )
 def test_collectives_of_a_7b_model(
-    partition: Partition, buckets: str, count: int, one_owner: int, padded: int, even: int
+    partition: Partition, buckets: str, count: int, single_owner_buckets: int, padded_buckets: int, even_buckets: int
 ) -> None:
     """Whole parameters make no bucket a reduce-scatter; even parts make each bucket one, in place, without padding."""
     sizes = [2 * numel for numel in LLAMA_7B]
@@ -114,8 +114,8 @@ def test_collectives_of_a_7b_model(
     plan = planned(partition, LLAMA_7B, 8, layout)
     shares = [[segment.numel for segment in bucket.segments] for bucket in plan.buckets]
     assert len(shares) == count
-    assert sum(sum(map(bool, share)) == 1 for share in shares) == one_owner
-    assert sum(padded_size(share) is not None for share in shares) == padded
-    assert sum(bucket.is_even for bucket in plan.buckets) == even
-    if even:
+    assert sum(sum(map(bool, share)) == 1 for share in shares) == single_owner_buckets
+    assert sum(padded_size(share) is not None for share in shares) == padded_buckets
+    assert sum(bucket.is_even for bucket in plan.buckets) == even_buckets
+    if even_buckets:
         assert sum(map(sum, shares)) == sum(LLAMA_7B)

@@ -148,7 +148,7 @@ def test_bytes_stay_within_the_bound_or_those_of_the_plan_by_bytes(bound: float,
         assert slowest_before < 1.1
 
 
-def test_added_parameters_leave_owners_and_count_their_loads() -> None:
+def test_an_added_parameter_changes_no_owner_and_goes_to_the_rank_with_the_least_load() -> None:
     part = WeightedParameters(1.25)
     before = part.assign([matrix(64, 64)] * 3, 4, CAP).pieces
     after = part.assign([matrix(64, 64)] * 4, 4, CAP, before).pieces
