@@ -332,7 +332,8 @@ class VisibleGradients:
             raise RuntimeError(
                 f"A backward pass under ddp.no_sync() would add this rank's own gradient of {name} to an averaged one "
                 f"({self._context.where}). Call opt.zero_grad() before it, or accumulate in opt.accumulate() instead "
-                "of ddp.no_sync(). [ZERO-404]"
+                "of ddp.no_sync(). After a forward pass that was left without a backward pass, as by an exception, DDP "
+                "averages the next one: call opt.reset() there. [ZERO-404]"
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
