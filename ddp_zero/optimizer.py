@@ -305,7 +305,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_supports_amp_scaling(self) -> bool:
         """As the plain optimizer's. A `GradScaler` asks in its ``step()``, where all ranks then decide."""
         if not self._engine.steps_by_scaler:
-            self._engine.meet_scaler()
+            self._engine.agree_with_scaler()
             return False
         return True
 
@@ -396,7 +396,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
         clipping = self._gradients.clipping(max_norm, norm_type, error_if_nonfinite, parameters)
-        return self._engine.alone(clipping)
+        return self._engine.run_alone(clipping)
 
     @_disable_dynamo
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:

@@ -161,7 +161,7 @@ def break_averaging_check(opt: ZeroRedundancyOptimizer, refuse: Callable[..., No
 
 def order_norms_as(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
     """Add up norms in the order of a model's parameters, as `shard_optimizer` arranges, and register no hook."""
-    opt._engine.know_model(ddp)
+    opt._engine.adopt_model(ddp)
 
 
 def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> CommHook:

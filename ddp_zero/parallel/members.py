@@ -391,7 +391,7 @@ class Member:
         self.is_scheduled = shared.ddp is not None and axes.stages > 1
         self.averages: Averages | None = None
         if shared.ddp is None:
-            engine.is_vouched_for = True
+            engine.assumes_averaged = True
             check_same_values(everyone, table)
             self.averages = Averages(everyone, table, shared.held, axes.everyone.world_size)
         elif axes.pipeline is not None:

@@ -343,7 +343,7 @@ class ParallelOptimizer(Optimizer, Joinable):
                     self._report.look_again(param.grad for zero in averaged for param in shard_of(zero).table.params)
                     shown.enter_context(self._report.shown_to(self.members, vars(self).get("grad_scale")))
                 if self._is_shadowing:
-                    self._joint.run([engine_of(member).shadowing() for member in self.members])
+                    self._joint.run([engine_of(member).step_joined_in_phases() for member in self.members])
                 else:
                     self._joint.run([_stepping(member) for member in self.members])
         except Exception as raised:
@@ -768,7 +768,7 @@ class ParallelOptimizer(Optimizer, Joinable):
 def _stepping(member: ZeroRedundancyOptimizer) -> Generator[GradientStats, GradientStats, None]:
     """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
     engine = engine_of(member)
-    part = engine.stepping(None, {})
+    part = engine.step_in_phases(None, {})
     with engine.label:
         own = next(part, None)
     if own is not None:

@@ -105,7 +105,7 @@ class Gradients(GradientSource):
     def left_local(self) -> tuple[bool, Mapping[int, int]]:
         """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known.
 
-        And `mark_of` each gradient that such a pass has added to averages, by parameter.
+        And `bit_sum_of` each gradient that such a pass has added to averages, by parameter.
         """
 
     @abstractmethod

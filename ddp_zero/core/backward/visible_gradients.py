@@ -34,7 +34,7 @@ from ddp_zero.core.ddp.reducer import (
 )
 from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.core.local.memory import mark_of
+from ddp_zero.core.local.memory import bit_sum_of
 from ddp_zero.core.local.parameters import GradientSource, PublishedGradients
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.ownership import describe_owners
@@ -246,7 +246,7 @@ class VisibleGradients:
             grad = param.grad
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
-                self.local_marks[index] = mark_of(grad)
+                self.local_marks[index] = bit_sum_of(grad)
             if index in self._put_aside and grad is None:  # nothing was added: the old gradient is back
                 left, total = self._put_aside.pop(index), carried[index]
                 self.show(index, left, total if total.dtype != left.dtype else None)
@@ -263,7 +263,7 @@ class VisibleGradients:
             carried.pop(index, None)
         for index, param in enumerate(self._shard.table.params) if self._shown else ():
             if index not in self._shown and param.grad is not None:
-                self.local_marks[index] = mark_of(param.grad)  # the reduced pass has left none there
+                self.local_marks[index] = bit_sum_of(param.grad)  # the reduced pass has left none there
 
     def forget_taken(self) -> None:
         """Forget gradients that were taken out: they are in the sums, or dropped."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_zero.core.comm.tracing import warn
 from ddp_zero.core.ddp.forward_passes import ForwardPasses
 from ddp_zero.core.ddp.preconditions import check_none_unused
-from ddp_zero.core.local.memory import mark_of
+from ddp_zero.core.local.memory import bit_sum_of
 from ddp_zero.core.step.coupling import is_checked_step
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.placeholders import AbsentGradient
@@ -134,7 +134,7 @@ def check_hook(shard: Shard, arrived: Iterable[tuple[Tensor, Tensor]]) -> None:
         RuntimeError: on every rank, naming a parameter.
     """
     index_of = shard.table.index_of
-    marks = {index_of[param]: mark_of(grad) for param, grad in arrived if param in index_of}
+    marks = {index_of[param]: bit_sum_of(grad) for param, grad in arrived if param in index_of}
     wrong = _find_different(shard, list(marks), list(marks.values()))
     if wrong is not None:
         raise _not_averaged(shard, wrong, _HOOK)
@@ -206,4 +206,4 @@ def _not_averaged(shard: Shard, index: int, why: str) -> RuntimeError:
 def _mark(grad: Tensor | None) -> int:
     if grad is None or (isinstance(grad, AbsentGradient) and not grad.zeroed):
         return _NONE
-    return 0 if isinstance(grad, AbsentGradient) else mark_of(grad)
+    return 0 if isinstance(grad, AbsentGradient) else bit_sum_of(grad)

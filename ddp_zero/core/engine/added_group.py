@@ -1,4 +1,4 @@
-"""A parameter group that is added to an optimizer that is built."""
+"""Adds a parameter group to an optimizer."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -19,10 +19,11 @@ from ddp_zero.error_codes import ending_with
 
 
 class AddedGroup:
-    """A parameter group that all ranks have agreed to add; it counts from `commit` on.
+    """A parameter group that all ranks have agreed to add, and step from `commit` on.
 
-    Building one is a collective. ``table`` has all parameters, the group's at the end. ValueError if the parameters are
-    already in a group, or differ between ranks; RuntimeError if it failed on another rank. Nothing is changed then.
+    The constructor is a collective. It raises ValueError if the parameters are already in a group or differ between
+    ranks, RuntimeError if it failed on another rank; then nothing is changed. ``table`` has all parameters, those of
+    the group at the end.
     """
 
     def __init__(self, engine: Engine, param_group: ParamGroup) -> None:
@@ -79,7 +80,7 @@ class AddedGroup:
             shard.extend(self.table, self._binding)
 
     def undo(self) -> None:
-        """Leave the group out after all, instead of `commit`. Never communicates."""
+        """Remove the group again, instead of `commit`. Never communicates."""
         shard = self._shard
         shard.targets.assign(shard.binding.owned_parts())  # while it knows the added parameters
         shard.targets.extend(shard.table)

@@ -1,4 +1,4 @@
-"""The construction of a sharded optimizer: arguments, checked and compared between ranks, become shard and engine."""
+"""Builds the shard and the engine of an optimizer from its arguments, checked and compared between ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,14 +59,14 @@ def build_engine(
     cost: Cost,
     max_byte_imbalance: float,
 ) -> tuple[Engine, Build, Instance | None]:
-    """Build the engine of an optimizer, of which nothing is initialised, and give it its groups. A collective.
+    """Build the engine of an optimizer that is not initialised yet, and set the optimizer's groups. A collective.
 
-    ``constructor`` takes the arguments, all as the user gave them. ``stage`` has ``grad_comm_dtype`` and
-    ``gradient_predivide_factor`` beside it, ``step`` the arguments of `StepOptions`.
+    All arguments are as the user gave them to ``constructor``. ``stage`` is the stage with ``grad_comm_dtype`` and
+    ``gradient_predivide_factor``, ``step`` has the arguments of `StepOptions`.
 
     Returns:
-        The engine; a function that builds the inner optimizer from groups and tensors to step; and an instance whose
-        state is to be taken over, or None.
+        The engine; a function that builds the inner optimizer from groups and step targets; and the optimizer instance
+        whose state is to be taken over, or None.
     """
     group = process_group if is_process_group(process_group) else None  # anything else is refused below, by all ranks
     ranks = build_ranks(group, shard_group, first_device(params))

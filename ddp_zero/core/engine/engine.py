@@ -9,7 +9,7 @@ A step, on every rank alike:
 5. for each bucket in plan order: step this rank's segment of it, start its sync;
 6. finish all syncs; expose the options that the step changed.
 
-If the step was taken inside backward, ``step()`` only joins the iteration.
+If the step was taken inside backward, ``step()`` only confirms it.
 """
 
 import copy
@@ -73,20 +73,20 @@ class Engine:
     """Takes the steps of one optimizer, in ``step()`` or inside backward.
 
     Args:
-        optimizer: the user's. `Join` and `torch.amp.GradScaler` leave their marks on it.
-        shard: what is stepped.
-        options: the user's.
+        optimizer: the user's optimizer, on which `Join` and `torch.amp.GradScaler` set attributes.
+        shard: the shard that is stepped.
+        options: the user's options of a step.
         overlaps: whether the user asked for steps inside backward.
         reduction: how gradients travel in stage 2; None in stage 1.
 
     Attributes:
-        label: of a step in the flight record.
-        hook: the communication hook, or None before it was built.
+        label: traces a step in the flight record.
+        hook: the communication hook; None until it is built.
         passes: the forward passes of the DDP models over the parameters.
-        waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
-        is_vouched_for: whether a caller averages all gradients before each step.
-        averages_reach_joined: under Join, whether gradients were averaged with the ranks that have joined before the
-            step, so that these have them in ``param.grad``. Without a hook.
+        waits_because: the reason, found while training, why all steps wait for ``opt.step()``, or None.
+        assumes_averaged: whether a caller averages all gradients before each step.
+        averages_reach_joined: under Join without a hook, whether ranks that have joined get the averaged gradients, in
+            ``param.grad``.
     """
 
     def __init__(
@@ -101,13 +101,15 @@ class Engine:
         self.passes.checks.append(self.decision.owned_edits.forget_dropped)
         self.overlaps = overlaps
         self.waits_because: str | None = None
-        self.averages_reach_joined = self.is_vouched_for = False
+        self.averages_reach_joined = self.assumes_averaged = False
         self._optimizer = weakref.ref(optimizer)
-        self._agreed: AmpState | None = None  # for the step that a `GradScaler` calls next, without its findings
-        self._met: object = None  # the findings of a `GradScaler` on which ranks have agreed last
+        self._scaler_state: AmpState | None = (
+            None  # for the next step that a `GradScaler` calls: ranks have agreed on it
+        )
+        self._agreed_findings: object = None  # the findings of a `GradScaler` that ranks have agreed on last
         self._reduction = reduction
         self._is_first_step = True
-        self._may_hold_absent = True  # of an interrupted pass, or of an earlier optimizer: gradients were not dropped
+        self._may_have_absent = True  # gradients of an interrupted pass or of an earlier optimizer
 
     def copy_for(self, optimizer: Joinable, shard: Shard, memo: dict[int, Any]) -> "Engine":
         """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
@@ -121,7 +123,7 @@ class Engine:
     def hook_by_hand(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, split: bool, interleaved: bool
     ) -> RegisteredHook:
-        """A hook that the user registers, unless DDP would refuse it, since an earlier optimizer's was; ValueError."""
+        """A hook for the user to register; ValueError if DDP would refuse it for an earlier optimizer's hook."""
         if isinstance(ddp, DistributedDataParallel) and free_place(ddp) is not None:  # `check_model` names others
             raise ValueError(
                 "This DDP model has the communication hook of an optimizer that has left, and DDP registers one only. "
@@ -129,8 +131,8 @@ class Engine:
                 "[ZERO-206]"
             )
         registered = self._build_hook(ddp, wrapped, split, interleaved)
-        self.needed_hook().late_changes.is_hooked_by_hand = not self.reduces_by_hook
-        return self._hold(ddp, registered)
+        self.require_hook().late_changes.is_hooked_by_hand = not self.reduces_by_hook
+        return self._keep_registered(ddp, registered)
 
     def _build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, split: bool, interleaved: bool
@@ -167,20 +169,20 @@ class Engine:
             passes=self.passes,
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
-        self.know_model(ddp)
+        self.adopt_model(ddp)
         holder = Holder(self._joinable, self.hook.leave, self.hook.leave_dropped, self.hook.interrupted)
         return RegisteredHook(self.hook.on_bucket, holder=holder, averages=wrapped is None)
 
-    def _hold(self, ddp: DistributedDataParallel, registered: RegisteredHook) -> RegisteredHook:
+    def _keep_registered(self, ddp: DistributedDataParallel, registered: RegisteredHook) -> RegisteredHook:
         self._registered = registered
         registered.watch(ddp)
         self.passes.leave_if_dropped = weakly(registered.leave_if_dropped)
         return registered
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
-        takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
+        takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # otherwise DDP reduces by itself
         self._take_over(ddp, takes_any)
-        is_further = self._comes_beside(ddp)
+        is_further = self._shares_model(ddp)
         if hook is not None:
             check_averages(hook)
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
@@ -190,8 +192,8 @@ class Engine:
             registered = self._build_hook(ddp, hook, split, interleaved=lag)
         else:
             check_keeps_parameters(ddp, self.decision.why_wait())
-            self.know_model(ddp)
-            self.passes.watch([ddp])  # not one that was wrapped before, which may still be alive
+            self.adopt_model(ddp)
+            self.passes.watch([ddp])  # not an earlier DDP model of the module, which may still be alive
             self._check_hooks()
             watched = watching(self.decision.watch, ddp.process_group, hook)
             holder = Holder(self._joinable, bool, bool)
@@ -200,11 +202,11 @@ class Engine:
             add_hook(ddp, registered)
         elif takes_any:
             registered = register(ddp, registered)
-        self._hold(ddp, registered)
-        self.take_place_of_reducer()
+        self._keep_registered(ddp, registered)
+        self.install_reducer()
 
     def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:
-        """Have optimizers that were dropped leave the model; check that no other is in the way. A collective then.
+        """Have dropped optimizers leave the model; check that no other is in the way. A collective if there are any.
 
         Args:
             ddp: the model.
@@ -215,17 +217,17 @@ class Engine:
         """
         held = [(hook, hook.holder) for hook in held_hooks(ddp)]
         if held:
-            gc.collect()  # or ranks would differ in those that are garbage
+            gc.collect()  # or ranks would differ in which optimizers are garbage
         with Agreement(self.shard.everyone, "attaching an optimizer") if held else nullcontext():
             for hook, holder in held:
                 if holder is not None and holder.is_gone:
                     holder.leave()
                     hook.free(ddp.process_group)
-            shares = not takes_hook or self._comes_beside(ddp)
+            shares = not takes_hook or self._shares_model(ddp)
             check_is_free(ddp, set(self.shard.table.params) if shares else None)
 
-    def _comes_beside(self, ddp: DistributedDataParallel) -> bool:
-        """True if other optimizers reduce this model already, and this one can beside them."""
+    def _shares_model(self, ddp: DistributedDataParallel) -> bool:
+        """True if other optimizers reduce this model already, and this optimizer can do so beside them."""
         return self.is_partitioned and stand_in_of(ddp) is not None
 
     def detach(self) -> None:
@@ -238,20 +240,20 @@ class Engine:
         self.passes.stop()
         self.hook = self._registered = None
 
-    def take_place_of_reducer(self) -> None:
-        """Once the hook is registered: take the place of DDP's reducer where the optimizer reduces by itself."""
+    def install_reducer(self) -> None:
+        """Once the hook is registered: replace DDP's reducer, if the optimizer reduces by itself."""
         source = None if self.hook is None else self.hook.gradients.source
         if isinstance(source, PlannedReducer):
             source.install()
 
-    def know_model(self, ddp: DistributedDataParallel) -> None:
-        """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
+    def adopt_model(self, ddp: DistributedDataParallel) -> None:
+        """Add up norms in the order of this model's parameters; register hooks that wait before forward passes."""
         self.shard.table.order_norms_as(ddp)
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.shard)
 
     def find_models(self) -> bool:
-        """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
+        """Watch the DDP models over these parameters. Returns True if an unknown model was found."""
         shard = self.shard
         if shard.everyone.world_size == 1 or not self.passes.find_models(shard.table.params):
             return False
@@ -260,8 +262,9 @@ class Engine:
 
     def _check_hooks(self) -> None:
         """Check that the models' own hooks, if this optimizer has none there, average gradients."""
-        for hook in () if self.takes_hook else self.passes.models.hooks:
-            check_averages(hook)
+        if not self.takes_hook:
+            for hook in self.passes.models.hooks:
+                check_averages(hook)
 
     @property
     def takes_hook(self) -> bool:
@@ -290,7 +293,7 @@ class Engine:
         """True if ranks may have run out of inputs."""
         return bool(self._joinable._join_config.enable)
 
-    def needed_hook(self) -> OverlapHook:
+    def require_hook(self) -> OverlapHook:
         """The hook; RuntimeError if none was built."""
         if self.hook is None:
             raise RuntimeError(
@@ -313,13 +316,13 @@ class Engine:
                 raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name. [ZERO-126]")
             closure, kwargs = None, {"closure": closure, **kwargs}
         if closure is None:
-            return self.alone(self.stepping(None, kwargs))
+            return self.run_alone(self.step_in_phases(None, kwargs))
         with torch.enable_grad():
             loss = closure()
-        return self.alone(self.stepping(lambda: loss, kwargs))
+        return self.run_alone(self.step_in_phases(lambda: loss, kwargs))
 
-    def alone(self, deciding: TwoPhase[Result]) -> Result:
-        """Run a step or a clip of this optimizer, where it is the whole model."""
+    def run_alone(self, deciding: TwoPhase[Result]) -> Result:
+        """Run a step or a clip where this optimizer has the whole model."""
         rest_of_model = self.decision.rest_of_model
         try:
             stats = next(deciding)
@@ -331,13 +334,13 @@ class Engine:
         finally:
             deciding.close()
 
-    def stepping(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> TwoPhase[Any]:
-        """`step` in two parts; ``closure`` gives a loss that is known."""
+    def step_in_phases(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> TwoPhase[Any]:
+        """`step` as a generator, see `TwoPhase`; ``closure`` returns a loss that is known."""
         loss = None if closure is None else closure()
-        amp, self._agreed = self._agreed or AmpState.of(self._joinable), None
+        amp, self._scaler_state = self._scaler_state or AmpState.of(self._joinable), None
         if amp is not None:
             self._check_scaler()
-        hook = self.needed_hook() if self.takes_hook else None
+        hook = self.require_hook() if self.takes_hook else None
         if hook is not None and hook.step_is_due:
             hook.machine.check_due_step()
             self._learn_from_first_step(hook, amp)
@@ -346,10 +349,10 @@ class Engine:
                 f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. Set options in "
                 "opt.param_groups before backward(). [ZERO-126]"
             )
-        if hook is not None and self.overlaps and not (hook.machine.is_waiting or self._has_nothing()):
+        if hook is not None and self.overlaps and not (hook.machine.is_waiting or self._are_all_dropped()):
             if hook.has_nothing_to_step():
                 return loss
-            if hook.machine.phase is Phase.REST and self._has_zeros():
+            if hook.machine.phase is Phase.REST and self._are_all_zeros():
                 yield from self._take_step(closure, amp, kwargs, by_user=False)
                 return loss
             if amp is not None and hook.machine.phase is Phase.STEPPED:
@@ -361,14 +364,14 @@ class Engine:
             hook.confirm_step()
             return loss
         if amp is not None and self.overlaps:
-            self.let_gradients_wait()  # from now on
+            self.defer_steps()  # from now on
         Join.notify_join_context(self._joinable)
         result = yield from self._take_step(closure, amp, kwargs)
         return result if closure is None else loss
 
     @contextmanager
     def zeroing(self, drops: bool) -> Iterator[None]:
-        """Around ``zero_grad()``: take a step that is due; refuse to drop a step that backward has taken."""
+        """A context for ``zero_grad()``: takes a step that is due; refuses to drop a step that backward has taken."""
         self.take_due_step()
         if self.hook is not None:
             self.hook.machine.check_confirmed("opt.zero_grad()")
@@ -384,11 +387,11 @@ class Engine:
         if hook.step_is_due and self.why_wait() is None:
             hook.late_changes.check_unstepped()
             with hook.late_changes.with_noted_state():
-                self.alone(self._take_step(None, None, {}, by_user=False))
+                self.run_alone(self._take_step(None, None, {}, by_user=False))
             hook.due_step_taken()
 
     def refuse_step(self, reason: str) -> None:
-        """Instead of ``step()``, where others have decided against it: drop the gradients, and record the reason.
+        """Skip a step that other ranks have decided against: drop the gradients, and record the reason.
 
         Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
         """
@@ -407,11 +410,11 @@ class Engine:
     def join_hook(self, arguments: Mapping[str, Any]) -> JoinHook:
         """See `ZeroRedundancyOptimizer.join_hook`."""
         refuse_join([self.shard.ranks], self.takes_hook, arguments)
-        self.take_place_of_reducer()
+        self.install_reducer()
         return ZeroJoinHook(self._joinable, self.step_joined, self.watch_shadows())
 
     def watch_shadows(self) -> Callable[[], object]:
-        """Under Join: finish a backward pass right after DDP's shadow of it. Returns how to end that."""
+        """Under Join: finish a backward pass right after DDP has shadowed it. Returns a function that ends this."""
         undo = ExitStack()
         if self.hook is not None:
             for ddp in self.passes.models.alive:
@@ -421,12 +424,12 @@ class Engine:
 
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
-        self.alone(self.shadowing())
+        self.run_alone(self.step_joined_in_phases())
 
-    def shadowing(self) -> TwoPhase[None]:
-        """`step_joined` in two parts."""
+    def step_joined_in_phases(self) -> TwoPhase[None]:
+        """`step_joined` as a generator, see `TwoPhase`."""
         if self.takes_hook:
-            yield from self.needed_hook().step_joined(self._take_borrowed)
+            yield from self.require_hook().step_joined(self._take_borrowed)
             return
         self.shard.refresh(may_communicate=not self.joins)
         params = self.shard.table.params
@@ -436,8 +439,8 @@ class Engine:
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
         self.decision.forget()
-        self._agreed = None
-        self._may_hold_absent = False
+        self._scaler_state = None
+        self._may_have_absent = False
         if self.passes.has_seen:
             self.passes.forget()
         if self.hook is not None:
@@ -449,12 +452,10 @@ class Engine:
         Parameters count whole, gradients only their part on this rank.
         """
         shard = self.shard
-        gradients = 0
         with without_waiting():
             params = list(shard.table.params)
-            for grad in (param.grad for param in params):
-                held = None if grad is None else on_this_rank(grad)
-                gradients += 0 if held is None else held.numel() * held.element_size()
+            grads = [param.grad for param in params if param.grad is not None]
+            gradients = sum(held.nbytes for held in map(on_this_rank, grads) if held is not None)
             parameters = sum(param.numel() * param.element_size() for param in params)
         context = None if self.hook is None else self.hook.gradients.context
         return {
@@ -466,7 +467,7 @@ class Engine:
         }
 
     def reset(self) -> None:
-        self._may_hold_absent = True
+        self._may_have_absent = True
         self.passes.reset()
         if self.hook is not None:
             self.hook.reset()
@@ -474,11 +475,7 @@ class Engine:
             self.shard.abandon()
 
     def _check_none_absent(self) -> None:
-        """Before the first pass of all, or after `reset`: check that no gradient is there without a value.
-
-        Raises:
-            RuntimeError: otherwise, naming a parameter.
-        """
+        """Before the first pass, or after `reset`: RuntimeError if some gradient is a placeholder without a value."""
         with without_waiting():
             grads = [param.grad for param in self.shard.table.params]
             wrong = next((index for index, grad in enumerate(grads) if is_unknown(grad)), None)
@@ -489,7 +486,7 @@ class Engine:
                 "backward pass or an earlier optimizer has sent it to its owner, and the next pass would add to it. "
                 "Call opt.zero_grad(). [ZERO-308]"
             )
-        self._may_hold_absent = False
+        self._may_have_absent = False
 
     def _take_step(
         self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
@@ -500,7 +497,7 @@ class Engine:
             self._is_first_step = False
             self.passes.models.learn_count(shard.table.params)
             self._check_hooks()
-            if found:  # assumed, since their last passes were not seen
+            if found:  # their last passes were not seen, and are assumed to be local
                 self.passes.last_is_local = self.passes.has_seen = True
         self.runner.begin(closure)
         if hook is not None:
@@ -523,7 +520,7 @@ class Engine:
                 grads = [param.grad for param in shard.table.params if param.grad is not None]
                 if last is not None and not last.stepped:
                     report_nonfinite(grads)
-                amp.unscale([one for one in map(on_this_rank, grads) if one is not None])
+                amp.unscale([held for held in map(on_this_rank, grads) if held is not None])
 
     def _step_context(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
         hook = self.hook
@@ -542,28 +539,28 @@ class Engine:
 
     @property
     def steps_by_scaler(self) -> bool:
-        """Whether a `GradScaler` leaves division and skipping to the step: as to the plain one's, or in 16 bits.
+        """True if a `GradScaler` lets the step divide and skip, as with the unsharded class, or with 16-bit parameters.
 
-        Gradients in fp16, which a step may take here, are none that it divides.
+        Steps here may take gradients in fp16, which a scaler refuses to divide.
         """
         return steps_by_scaler(self.shard.inner) or any(
             param.dtype in (torch.float16, torch.bfloat16) for param in self.shard.table.params
         )
 
-    def meet_scaler(self) -> None:
-        """Where a `GradScaler` divides and skips by itself: let it skip on all ranks, or on none. A collective.
+    def agree_with_scaler(self) -> None:
+        """Where a `GradScaler` divides and skips by itself: make it skip on all ranks, or on none. A collective.
 
-        Called in ``scaler.step()``, which would look at this rank's gradients alone: others may have other
-        gradients. A step that it will skip is recorded here, and waited for no longer. Does nothing if no scaler calls.
+        Called in ``scaler.step()``, which would check this rank's gradients alone. A step that the scaler will skip is
+        recorded here and no longer due. Does nothing if no scaler calls.
         """
         optimizer, decision = self._joinable, self.decision
         scaler, known = calling_scaler(optimizer) or (None, None)
-        if scaler is None or known is self._met:
+        if scaler is None or known is self._agreed_findings:
             return
         self._check_scaler()
         edits = decision.owned_edits
         is_edited = edits.check_intact(self.shard.table)
-        self._met = findings = unscale_once(scaler, optimizer)
+        self._agreed_findings = findings = unscale_once(scaler, optimizer)
         if is_edited:
             edits.note(self.shard.table.params)
         device = self.shard.table.accelerator()
@@ -575,7 +572,7 @@ class Engine:
             findings[device] = torch.zeros((), device=device)
         for found in findings.values():
             found.fill_(largest)
-        self._agreed = AmpState(None, torch.tensor(largest), is_agreed=True, divided_by=scaler.get_scale())
+        self._scaler_state = AmpState(None, torch.tensor(largest), is_agreed=True, divided_by=scaler.get_scale())
         if largest > 0.0:
             self.step(None, {})
 
@@ -599,8 +596,8 @@ class Engine:
             return "overlap_with_ddp=False"
         return self.waits_because or self.decision.why_wait()
 
-    def let_gradients_wait(self) -> None:
-        """Before gradients change: make later steps wait; RuntimeError if a step has used them, or without averages."""
+    def defer_steps(self) -> None:
+        """Before gradients are changed: make later steps wait; RuntimeError if a step has used them, or no averages."""
         hook = self.hook
         if self.is_partitioned:
             self.check_averaged()
@@ -627,7 +624,7 @@ class Engine:
             # whether no gradient was reduced since the last step, but a backward pass has left local ones
             is_local = is_local and hook is not None and not hook.machine.is_waiting
             check_reduced(self.shard, self.passes, is_local=is_local, marks=dict(marks))
-        elif not self.is_vouched_for and self.shard.everyone.world_size > 1:
+        elif not self.assumes_averaged and self.shard.everyone.world_size > 1:
             edited = self.decision.owned_edits.edited_indices(self.shard.table)
             step = self.runner.next_number if in_step else None
             check_equal(self.shard, self.passes, step=step, edited=edited)
@@ -643,7 +640,7 @@ class Engine:
             self.hook.machine.check_may_save(what)
 
     def others_may_step(self) -> bool:
-        """True if gradients are there that other ranks may step with without this rank."""
+        """True if there are gradients with which other ranks may step without this rank."""
         waits = self.hook is None or self.hook.machine.is_waiting
         return waits and self._has_gradients() and not self.joins
 
@@ -676,7 +673,7 @@ class Engine:
         return any(param.grad is not None for param in self.shard.table.params)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Check that gradients of a forward pass will be reduced, RuntimeError if not, and take a step that is due."""
+        """Check that this pass's gradients will be reduced, RuntimeError if not; take a step that is due."""
         if self.passes.models.in_join(ddp) and not self.joins:
             where = self.shard.comm.name(self.shard.comm.group_rank)
             raise RuntimeError(
@@ -684,7 +681,7 @@ class Engine:
                 "train would wait for one that has run out of inputs. Use Join([ddp, opt]), also in place of "
                 "ddp.join(). [ZERO-312]"
             )
-        hook = self.needed_hook() if self.takes_hook else None
+        hook = self.require_hook() if self.takes_hook else None
         if hook is not None and not has_hook(ddp):
             raise RuntimeError(
                 "The DDP model does not have the optimizer's communication hook. Call ddp.register_comm_hook(None, "
@@ -695,19 +692,19 @@ class Engine:
             hook.check_can_run(ddp)
             # raised in backward, it would leave DDP in the middle of a pass, which it cannot run again
             self.shard.table.check_sizes(self.shard.param_groups)
-        if self._may_hold_absent:
+        if self._may_have_absent:
             self._check_none_absent()
         if hook is not None:
-            self.take_place_of_reducer()
+            self.install_reducer()
             self.take_due_step()
 
-    def _has_nothing(self) -> bool:
-        """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
+    def _are_all_dropped(self) -> bool:
+        """True if the step waits for `step` and all gradients were dropped: then nothing is done, as in torch."""
         params = self.shard.table.params
         return self.why_wait() is not None and all(param.grad is None for param in params)
 
-    def _has_zeros(self) -> bool:
-        """True if all gradients are zeros, and of no pass: torch.distributed.checkpoint steps so, to have state."""
+    def _are_all_zeros(self) -> bool:
+        """True if all gradients are zeros set without a pass: torch.distributed.checkpoint steps so to create state."""
         with without_waiting():
             grads = [param.grad for param in self.shard.table.params if param.grad is not None]
             return not self.passes.has_seen and not any(

@@ -1,7 +1,7 @@
-"""Public methods and attributes of the inner class, such as ``train()`` and ``eval()`` of schedule-free optimizers.
+"""Forwards public methods and attributes of the inner class, such as ``train()`` of schedule-free optimizers.
 
 A method of the inner optimizer acts on this rank's shard. So a call is a collective: every rank makes it, with the
-options of the exposed groups, and if it has written to parameters on any rank, all are sent as after a step.
+options of the exposed groups. If it has written to parameters on any rank, all parameters are sent as after a step.
 """
 
 import functools
@@ -47,8 +47,8 @@ def attribute_of_inner(optimizer: Any, name: str) -> Any:
 def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the inner optimizer on every rank. A collective.
 
-    RuntimeError inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on another
-    rank. Writes up to then are the same on all ranks.
+    Raises RuntimeError inside Join, between a backward pass that has stepped and ``opt.step()``, or if the method has
+    failed on another rank. What the method wrote before its error is sent all the same.
     """
     name = method.__name__
     if engine.joins:
@@ -76,7 +76,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             outcome.set_exception(error)
         shard.local_step.mirror_to_exposed()
-        shard.order.after_step(inner.state, shard.targets.index_of)  # behind the states of earlier steps
+        shard.order.after_step(inner.state, shard.targets.index_of)  # new states come after those of earlier steps
         written = [index for index, mark in _marks(shard).items() if mark != before[index]]
         _share_written(shard, written, has_state=any(inner.state.values()))
     with Agreement(shard.everyone, doing):
@@ -97,7 +97,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
     """Send parameters to all ranks if any rank has written to its own. A collective."""
     stepped, params = shard.targets, shard.table.params
     stepped.write_back(written)
-    travel = {param for bucket in shard.plan.buckets for one in bucket.segments for param in one.params}
+    travel = {param for bucket in shard.plan.buckets for segment in bucket.segments for param in segment.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
     every = shard.everyone.all_gather_ints([int(flag) for flag in mine])
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))

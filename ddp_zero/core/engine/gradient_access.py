@@ -1,4 +1,4 @@
-"""Gradients between backward and the step: accumulated, clipped, read and changed by users."""
+"""The user's access to gradients between backward and the step: accumulating, clipping, reading, changing."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from ddp_zero.values.placeholders import on_this_rank
 
 
 class GradientAccess:
-    """The gradients of an optimizer, for its users, between backward and the step."""
+    """Accumulates, clips, reads and changes an optimizer's gradients for users, between backward and the step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._are_on_owners = engine.is_partitioned  # gradients, each on its owner alone
+        self._are_on_owners = engine.is_partitioned  # whether each gradient is on its owners alone
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -32,7 +32,7 @@ class GradientAccess:
         if not self._engine.takes_hook:
             yield
             return
-        hook = self._engine.needed_hook()
+        hook = self._engine.require_hook()
         before, hook.accumulates = hook.accumulates, True
         try:
             yield
@@ -46,7 +46,7 @@ class GradientAccess:
         error_if_nonfinite: bool,
         parameters: Tensor | Iterable[Tensor] | None,
     ) -> TwoPhase[Tensor]:
-        """`ZeroRedundancyOptimizer.clip_grad_norm_` in two parts."""
+        """`ZeroRedundancyOptimizer.clip_grad_norm_` as a generator, see `TwoPhase`."""
         if self._engine.joins and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
@@ -54,8 +54,8 @@ class GradientAccess:
             )
         shard, decision = self._engine.shard, self._engine.decision
         comm, chosen = shard.comm, self._indices_of(parameters)
-        self._engine.let_gradients_wait()
-        self._show_edits()
+        self._engine.defer_steps()
+        self._sync_exact_sums()
         edits = decision.owned_edits
         edits.check_alike(shard.table, "opt.clip_grad_norm_()")
         is_edited = edits.check_intact(shard.table)
@@ -92,7 +92,7 @@ class GradientAccess:
                 "that have joined would not be clipped. [ZERO-310]"
             )
         shard, chosen = self._engine.shard, self._indices_of(parameters)
-        self._engine.let_gradients_wait()
+        self._engine.defer_steps()
         grads: list[Tensor] = []
         sums = None if self._engine.hook is None else self._engine.hook.gradients.wholes or self._engine.hook.gradients
         for index in range(len(shard.table.params)) if chosen is None else chosen:
@@ -101,7 +101,9 @@ class GradientAccess:
             if held is None:
                 continue
             exact = None if sums is None else sums.in_accumulation_dtype(index)
-            grads += [held.data] if exact is None else [held.data, exact]  # counts no version: see `OwnedEdits`
+            grads += (
+                [held.data] if exact is None else [held.data, exact]
+            )  # through ``data``, which counts no version: see `OwnedEdits`
         limit, scale = float(clip_value), self._engine.decision.inverse_scale
         if scale is None:
             for clipped in grads:
@@ -118,7 +120,7 @@ class GradientAccess:
                 "joined are not among them. [ZERO-310]"
             )
         shard = self._engine.shard
-        self._engine.let_gradients_wait()
+        self._engine.defer_steps()
         if not self._are_on_owners:
             self._engine.check_averaged()
         editable = partial(owned_alias, shard) if self._engine.hook is None else self._engine.hook.gradients.editable
@@ -139,7 +141,7 @@ class GradientAccess:
         edits = self._engine.decision.owned_edits
         edits.check_alike(shard.table, "opt.full_grad()")
         self._engine.check_averaged()
-        self._show_edits()
+        self._sync_exact_sums()
         if self._are_on_owners or edits.are_made:
             return gather_gradient(shard, index)
         return None if param.grad is None else param.grad.detach().clone()
@@ -155,8 +157,8 @@ class GradientAccess:
 
     @torch.no_grad()
     def edit_gradient(self, param: Tensor, value: Tensor) -> None:
-        """Set a whole gradient, on every rank the same."""
-        self._engine.let_gradients_wait()
+        """Set a whole gradient to a value that is the same on every rank."""
+        self._engine.defer_steps()
         shard, grad = self._engine.shard, param.grad
         held = None if grad is None else on_this_rank(grad)
         with self._engine.decision.owned_edits.editing(shard.table, param, alike=True):
@@ -165,8 +167,8 @@ class GradientAccess:
 
     @torch.no_grad()
     def edit_own_part(self, param: Tensor, value: Tensor) -> None:
-        """Set this rank's part of a gradient, where it has one. Other owners of a parameter that is cut set theirs."""
-        self._engine.let_gradients_wait()
+        """Set this rank's part of a gradient. The other owners of a parameter that is cut set their own parts."""
+        self._engine.defer_steps()
         shard = self._engine.shard
         index = shard.table.index_of[param]
         knows_all = self._are_on_owners or shard.comm.world_size == 1
@@ -189,8 +191,8 @@ class GradientAccess:
             )
         return [index_of[param] for param in params]
 
-    def _show_edits(self) -> None:
-        """Let ``param.grad`` show exact sums that the user has changed."""
+    def _sync_exact_sums(self) -> None:
+        """Copy exact sums that the user has changed to ``param.grad``."""
         if self._engine.hook is not None:
             shard, gradients = self._engine.shard, self._engine.hook.gradients
             for index in shard.binding.owned():

@@ -1,4 +1,4 @@
-"""The memory of a rank in a way to train, by part, of the rank that needs most; from sizes, before any allocation."""
+"""Estimates the memory of the rank that needs most, by part and mode, from sizes alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train."""
+    """A training mode to estimate."""
 
     name: str  # name for people
     stage: int  # 0 for DDP with the unsharded optimizer, 1 or 2
@@ -45,12 +45,12 @@ class Mode:
 
 
 class StateBytes:
-    """Sizes of an optimizer class's state tensors, found by a step of meta tensors; TypeError for wrong options."""
+    """Finds the sizes of an optimizer class's state tensors by a step on meta tensors; TypeError for wrong options."""
 
     def __init__(self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
         plain = {key: False if key in ("fused", "foreach") else value for key, value in options.items()}
         self.optimizer = optimizer_class([nn.Parameter(torch.empty(1, 1, device="meta"))], **plain)
-        self._known: dict[Any, tuple[int, ...]] = {}  # each shape is stepped once
+        self._known: dict[Any, tuple[int, ...]] = {}  # cache, by shape and dtype
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
         """Bytes of each state tensor of a parameter with this shape and dtype."""
@@ -62,9 +62,9 @@ class StateBytes:
 
 
 class GroupedStates:
-    """State tensors and weights of all of a model's parameters, whose groups may be of several classes.
+    """The sizes of state tensors and the partition hints of all of a model's parameters, by group and class.
 
-    ``options`` belong to the class of groups without one of their own.
+    ``options`` are for the default class, of groups that name no class.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class GroupedStates:
         options: dict[str, Any],
     ) -> None:
         self._params = params
-        self._groups = [{key: value for key, value in one.items() if key != "params"} for one in groups]
+        self._groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._class = optimizer_class
-        members = [[one[1] if isinstance(one, tuple) else one for one in group["params"]] for group in groups]
-        of_param = {id(one): place for place, held in enumerate(members) for one in held}
+        members = [[item[1] if isinstance(item, tuple) else item for item in group["params"]] for group in groups]
+        of_param = {id(param): place for place, held in enumerate(members) for param in held}
         self._group_of = [of_param.get(id(param)) for param in params]
         default = classes_in(optimizer_class)[0]
         self._bytes = []
@@ -86,7 +86,7 @@ class GroupedStates:
             kind: Any = class_for(optimizer_class, group)
             own = {key: value for key, value in group.items() if key not in (CLASS_KEY, GROUP_LIMIT)}
             self._bytes.append(StateBytes(kind, {**(options if kind is default else {}), **own}))
-        self.any_elementwise = any(_is_elementwise(one.optimizer) for one in self._bytes)
+        self.any_elementwise = any(_is_elementwise(sizes.optimizer) for sizes in self._bytes)
 
     def has(self, index: int) -> bool:
         return self._group_of[index] is not None
@@ -97,7 +97,7 @@ class GroupedStates:
         return () if group is None else self._bytes[group].of(shape, dtype)
 
     def hints(self, hints_of: HintsOf | None) -> list[PartitionHints]:
-        """The weight of every parameter in the partition by cost; all the same without costs."""
+        """The hints for every parameter in the partition by cost; all the same without costs."""
         places = zip(self._params, self._group_of, strict=True)
         return [
             PartitionHints() if hints_of is None or group is None else hints_of(param, self._groups[group])
@@ -121,7 +121,7 @@ class _Part(NamedTuple):
 
 
 class Training:
-    """A model and its optimizer in training, by sizes. Arguments and errors as for `ddp_zero.estimate`."""
+    """The sizes of a model and its optimizer in training. Takes and raises the same as `ddp_zero.estimate`."""
 
     def __init__(
         self,
@@ -169,7 +169,9 @@ class Training:
     def needs(self, mode: Mode, ranks: int) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part on the device and on the host, of the rank that needs most."""
         plan = None if mode.stage == 0 else self._plan(mode, ranks)
-        device, host = _Rank(self, mode, plan, GroupRank(0) if plan is None else self._owner_of_most(plan)).needs()
+        device, host = _RankMemory(
+            self, mode, plan, GroupRank(0) if plan is None else self._owner_of_most(plan)
+        ).needs()
         if self.model_buffers:
             device["buffers of the model"] = self.model_buffers
         return device, host
@@ -242,8 +244,8 @@ class Training:
 # The memory of a rank
 
 
-class _Rank:
-    """The memory of one rank in one mode; ``plan`` is None without sharding."""
+class _RankMemory:
+    """Estimates the memory of one rank in one mode; ``plan`` is None without sharding."""
 
     def __init__(self, training: Training, mode: Mode, plan: ShardPlan | None, rank: GroupRank) -> None:
         self._training, self._mode, self._plan, self._rank = training, mode, plan, rank
@@ -280,7 +282,7 @@ class _Rank:
         return {"gradients": shown, "sums in fp32": self._wide_sums(), "buckets": self._buffers()}
 
     def _wide_sums(self) -> int:
-        """Bytes of the sums in another dtype than gradients, when most are there: until each is stepped."""
+        """Peak bytes of sums in another dtype than the gradients; each is freed when its bucket is stepped."""
         sizes, held, most = list[int](), 0, 0
         regime = Regime.REDUCE_ONLY if self._mode.waits else Regime.OVERLAPPED
         for bucket, due in zip(self._buckets, turns(regime, INTERLEAVED_LAG, len(self._buckets)), strict=True):
@@ -288,7 +290,7 @@ class _Rank:
             sizes.append(0 if wide == dtype else bucket.segments[self._rank].numel * wide.itemsize)
             held += sizes[-1]
             most = max(most, held)
-            held -= sum(sizes[one] for one in due)
+            held -= sum(sizes[place] for place in due)
         return most
 
     def _buffers(self) -> int:
@@ -301,7 +303,7 @@ class _Rank:
         return BufferBytes.of(needs).total
 
     def _copies_in_syncs(self) -> int:
-        """Bytes of the copies of parameters on their way: packed ones of the buckets in flight, and padded ones."""
+        """Bytes of parameter copies in syncs: packed segments of the buckets in flight, and padded receive buffers."""
         training, copies = self._training, list[int]()
         for bucket in self._buckets:
             sizes = [numel * training.dtype_of(bucket).itemsize for numel in bucket.sizes]

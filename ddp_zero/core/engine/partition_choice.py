@@ -31,7 +31,7 @@ def partition_for(
     hints_of: HintsOf | None = None,
     max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
 ) -> Partition:
-    """The partition that was asked for; of ``"auto"`` the choice, with the reason in ``why``.
+    """The partition with the name ``asked``; for ``"auto"`` a choice, with the reason in ``why``.
 
     ValueError if ``asked`` is none of the three. ``optimizer_class`` builds the inner optimizer, ``params`` are all its
     parameters, ``limits`` is ``max_grad_norm`` of the step and of each group. Without ``hints_of`` bytes alone count.
@@ -40,7 +40,7 @@ def partition_for(
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
     found = partition_named(asked, exchange == "native") if asked != AUTO else None
     of_classes = classes_in(optimizer_class)
-    cut_class = next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
+    cut_class = next(filter(is_elementwise_class, of_classes), of_classes[0])
     found = found or choose_partition(
         Setting(
             optimizer=getattr(cut_class, "__name__", repr(cut_class)),

@@ -1,6 +1,6 @@
-"""Whether torch and this machine behave as the core requires, found by trying, not by version numbers.
+"""Tests whether torch and this machine behave as the core requires, whatever their version numbers.
 
-DDP's reducer is observed in one process, with torch's fake process group: it sends nothing and is not registered.
+DDP's reducer is observed in one process, with torch's fake process group, which sends nothing.
 """
 
 import inspect
@@ -52,18 +52,18 @@ class Finding:
 class Probe:
     """A feature to try, and the consequences for a user if it works or not.
 
-    ``look`` returns a detail; it raises `NotTried` if it cannot try, and any other exception if the feature fails.
+    ``test`` returns a detail; it raises `NotTried` if it cannot try, and any other exception if the feature fails.
     """
 
     name: str
-    look: Callable[[], str]
+    test: Callable[[], str]
     if_works: str
     if_not: str
 
     def run(self) -> Finding:
         """Try it. Raises nothing."""
         try:
-            return Finding(self.name, True, self.if_works, self.look())
+            return Finding(self.name, True, self.if_works, self.test())
         except NotTried as error:
             return Finding(self.name, None, "not known; the first step shows it", str(error))
         except Failed as error:
@@ -80,7 +80,7 @@ def _require(holds: bool, problem: str) -> None:
 # DDP's reducer
 
 
-class _Observed:
+class _ObservedDDP:
     """A one-rank DDP model; records DDP's arguments to its hook."""
 
     def __init__(self) -> None:
@@ -129,14 +129,14 @@ def _group_of_one() -> dist.ProcessGroup:
 
 
 def _end_of_backward() -> str:
-    observed = _Observed()
+    observed = _ObservedDDP()
     observed.backward()
     _require(observed.published == [True], f"gradients were published at {observed.published}, not once at the end")
     return "gradients are in place when it runs"
 
 
 def _gradient_views() -> str:
-    observed = _Observed()
+    observed = _ObservedDDP()
     observed.backward()
     storage = observed.buffer.untyped_storage().data_ptr()
     shared = sum(view.untyped_storage().data_ptr() == storage for view in observed.views.values())
@@ -144,8 +144,8 @@ def _gradient_views() -> str:
     return f"{shared} of {len(observed.params)} gradients lie in their bucket"
 
 
-class _Listening:
-    """In the place of DDP's reducer: notes which passes DDP wants to be reduced."""
+class _ReducerStandIn:
+    """Stands in for DDP's reducer, and counts the passes that DDP wants to be reduced."""
 
     def __init__(self, own: Any) -> None:
         self.own, self.prepared = own, 0
@@ -158,8 +158,8 @@ class _Listening:
 
 
 def _reducer_of_ours() -> str:
-    observed = _Observed()
-    listening = _Listening(reducer_of(observed.ddp))
+    observed = _ObservedDDP()
+    listening = _ReducerStandIn(reducer_of(observed.ddp))
     put_reducer(observed.ddp, listening)
     arrived: list[bool] = []
     params = list(observed.ddp.parameters())
@@ -177,7 +177,7 @@ def _reducer_of_ours() -> str:
 
 
 def _rebuild() -> str:
-    observed = _Observed()
+    observed = _ObservedDDP()
     observed.backward()
     _require(bool(rebuild_buckets(observed.ddp)), "DDP kept its buckets")
     return "new buckets"
@@ -221,7 +221,7 @@ def _question() -> str:
 
 
 class _Scaled(torch.optim.SGD):
-    """Notes the scaler that steps it, and tells it that a gradient was not finite."""
+    """An optimizer that finds the scaler that steps it, and tells the scaler that a gradient was not finite."""
 
     _step_supports_amp_scaling = True
 
@@ -355,4 +355,4 @@ PROBES = (
 
 def probe() -> list[dict[str, Any]]:
     """The findings of all probes, as plain values."""
-    return [asdict(one.run()) for one in PROBES]
+    return [asdict(each.run()) for each in PROBES]

@@ -79,18 +79,18 @@ def try_class(
     steps: int,
     choices: Sequence[Shapes],
 ) -> None:
-    """See `check_shardable`; with parameters in groups that have keys of their own, of the first shapes that work."""
+    """Check a class as `check_shardable`, with these groups' keys and the first choice of shapes that it can step."""
     with _keep_random_states():
         for place, shapes in enumerate(choices):
             trial = _Trial(optimizer_class, options, steps, shapes, groups)
             try:
-                together = trial.together()
+                step_unsharded = trial.step_unsharded()
                 break
             except Exception:
                 if place == len(choices) - 1:
                     raise
         for owners in (2, 3):
-            trial.compare(together, owners)
+            trial.compare(step_unsharded, owners)
 
 
 def check_unknown_classes(
@@ -143,8 +143,8 @@ def check_unknown(
             raise NotImplementedError(refusal)
 
 
-class _ByPlace(list[Any]):
-    """A value of a group with an item for each of its parameters."""
+class _PerParameter(list[Any]):
+    """A value of a group that has an item for each of the group's parameters."""
 
 
 def _own_keys(group: ParamGroup) -> ParamGroup:
@@ -153,12 +153,12 @@ def _own_keys(group: ParamGroup) -> ParamGroup:
     if not _is_plain(own):
         return {}
     number = max(3, len(group.get("params", ())))  # two may be betas
-    by_place = {key: _ByPlace(one) for key, one in own.items() if isinstance(one, list) and len(one) == number}
+    by_place = {key: _PerParameter(one) for key, one in own.items() if isinstance(one, list) and len(one) == number}
     return {**own, **by_place}
 
 
 def _kind_of(value: Any) -> Any:
-    """A value that is equal for keys of groups that can be expected to make the same of parameters' places."""
+    """The kind of a group's value: groups whose values have equal kinds are tried once."""
     if isinstance(value, Mapping):
         return tuple((key, _kind_of(one)) for key, one in sorted(value.items()))
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ refusals: dict[tuple[type, str], str | None] = {}
 
 
 class _Trial:
-    """One class, one choice of parameters for each group, the same gradients every time."""
+    """Steps one class over the same random parameters and gradients, unsharded and by several owners."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class _Trial:
         self._shapes = shapes
         self._keys = keys
 
-    def together(self) -> list["_Moment"]:
-        """Values after every step of one instance over all parameters."""
+    def step_unsharded(self) -> list["_Snapshot"]:
+        """The snapshots after each step of one instance over all parameters."""
         params = self._params()
         torch.manual_seed(_SEED)
         optimizer = self._build(self._groups(params), {param: param for param in params})
@@ -204,17 +204,17 @@ class _Trial:
         for step in range(self._steps):
             self._set_gradients(params, step)
             local_step(optimizer)()
-            moments.append(_Moment(params, optimizer.param_groups))
+            moments.append(_Snapshot(params, optimizer.param_groups))
         return moments
 
-    def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
+    def compare(self, expected: Sequence["_Snapshot"], owners: int) -> None:
         """Step with as many instances as owners; NotImplementedError if anything differs or cannot be stepped."""
         params = self._params()
         torch.manual_seed(_SEED)
         try:
             owner_of = partition_greedy([param.nbytes for param in params], owners)
-            owned = [[params[index] for index, one in enumerate(owner_of) if one == rank] for rank in range(owners)]
-            parts = [_Part(self._build, self._groups(params), mine) for mine in owned]
+            owned = [[params[index] for index, owner in enumerate(owner_of) if owner == rank] for rank in range(owners)]
+            parts = [_Owner(self._build, self._groups(params), mine) for mine in owned]
             for step, moment in enumerate(expected):
                 self._set_gradients(params, step)
                 for part in parts:
@@ -252,7 +252,7 @@ class _Trial:
         groups, count = copy.deepcopy(list(self._keys)), len(self._shapes)
         for place, group in enumerate(groups):
             for key, value in group.items():
-                if isinstance(value, _ByPlace):
+                if isinstance(value, _PerParameter):
                     group[key] = list(islice(cycle(value), count))
             group["params"] = list(params[place * count : (place + 1) * count])
         return groups
@@ -263,8 +263,8 @@ class _Trial:
             param.grad = torch.randn(param.shape, generator=generator, device="cpu") * _SIZES[step % len(_SIZES)]
 
 
-class _Part:
-    """One owner: all parameters exposed, its own in an instance, stepped in two buckets."""
+class _Owner:
+    """One owner of parameters: exposes all groups, and steps its own parameters in two buckets."""
 
     def __init__(
         self,
@@ -284,8 +284,8 @@ class _Part:
         self._local.end()
 
 
-class _Moment:
-    """A snapshot after a step: the parameters, and floats in the groups."""
+class _Snapshot:
+    """The parameters and the floats in the groups after a step."""
 
     def __init__(self, params: Sequence[Tensor], groups: Sequence[ParamGroup]) -> None:
         self._params = [param.detach().clone() for param in params]

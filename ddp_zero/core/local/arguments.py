@@ -99,10 +99,10 @@ def check_params(params: object) -> None:
             (text for kind, text in remedies.items() if isinstance(params, kind)), "The parameters come first."
         )
         raise TypeError(f"Expected parameters or parameter groups, got {_text_of(params)}. {remedy} [ZERO-102]")
-    for place, one in enumerate(params) if isinstance(params, list | tuple) else ():
-        if isinstance(one, Mapping) and "params" not in one:
+    for place, group in enumerate(params) if isinstance(params, list | tuple) else ():
+        if isinstance(group, Mapping) and "params" not in group:
             raise MissingParametersError(
-                f"Expected the parameters of group {place} under 'params', got a group with {sorted(map(str, one))}. "
+                f"Expected the parameters of group {place} under 'params', got a group with {sorted(map(str, group))}. "
                 "Options for all groups are keywords beside the class. [ZERO-102]"
             )
 
@@ -197,9 +197,9 @@ def group_by_options(named: Iterable[tuple[str, nn.Parameter]], options_of: Grou
     return [{"params": members, **options} for options, members in groups]
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """True for equal values of an option; a tensor is equal to itself alone."""
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
+def is_same(value: Any, other: Any) -> bool:
+    """True if two values of an option are equal; a tensor is equal to itself alone."""
+    return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))
 
 
 def parameters_of(function: Callable[..., Any]) -> set[str] | None:

@@ -98,8 +98,8 @@ def deal_by_cost(
     ranks: int,
     max_byte_imbalance: float,
 ) -> list[int]:
-    """The rank that steps each parameter, by class, shape and options; of even bytes unless they are given."""
-    items = [Item(known_cost(*one), size) for one, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
+    """The rank that steps each parameter, by class, shape and options; with ``nbytes`` of None, bytes do not count."""
+    items = [Item(known_cost(*whole), size) for whole, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
     loads, limit = [0] * ranks, len(items)
     if nbytes is not None:
         for rank, size in zip(partition_greedy(nbytes, ranks), nbytes, strict=True):
@@ -129,7 +129,7 @@ def check_cost(cost: object, max_byte_imbalance: object) -> None:
 
 
 def make_hints_of(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any], cost: Cost) -> HintsOf | None:
-    """The weights by which parameters are dealt; None if only their bytes count and all parameters are of one class."""
+    """A function that gives partition hints; None if only bytes count and all parameters are of one class."""
     of_classes = classes_in(optimizer_class)
     knows_costs = callable(cost) or (cost == "auto" and any(map(has_known_cost, of_classes)))
     if not (len(of_classes) > 1 or knows_costs or any(map(_states_owners, of_classes))):
@@ -157,5 +157,5 @@ def _states_owners(kind: object) -> TypeGuard[type[SteppedTogether]]:
 def _lookup(optimizer_class: object) -> Callable[[Shape, Mapping[str, Any]], int] | None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return None
-    ancestors = ((one.__module__.partition(".")[0], one.__name__) for one in optimizer_class.__mro__)
+    ancestors = ((base.__module__.partition(".")[0], base.__name__) for base in optimizer_class.__mro__)
     return next((_COSTS[name] for name in ancestors if name in _COSTS), None)

@@ -1,10 +1,10 @@
-"""Optimizers that were built already, as a factory does, and are handed over to be sharded.
+"""Takes over optimizers that were built already, as by a factory, to shard them.
 
 An instance has all that a sharded optimizer needs: its class, its groups with their options, attributes of its own and
 its state. Constructors differ in what they take and keep, so optimizers like it are made without calling them: they get
 its attributes and defaults, and groups that carry every option.
 
-Afterwards the instance is a face of the sharded optimizer. Learning-rate schedulers that were built over it write to
+Afterwards the instance forwards to the sharded optimizer. Learning-rate schedulers that were built over it write to
 the groups that are stepped. What would step, save or load its own parameters a second time raises.
 
 Alternatives considered: ``type(instance)(groups, **instance.defaults)`` (AdamW does not take a default that it adds,
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import check_class, check_known, check_params, named_params_in
-from ddp_zero.core.local.memory import mark_of
+from ddp_zero.core.local.memory import bit_sum_of
 from ddp_zero.core.local.mixed import ParamGroup, read_classes
 from ddp_zero.values.tree import flatten
 
@@ -33,16 +33,16 @@ _DEPTH = 3
 
 
 @cache
-def _of_all() -> set[str]:
+def _attributes_of_all() -> set[str]:
     return {*vars(Optimizer([{"params": []}], {})), *_PATCHED}
 
 
 def _hooks() -> list[str]:
-    return [name for name in _of_all() if name.endswith("_hooks")]
+    return [name for name in _attributes_of_all() if name.endswith("_hooks")]
 
 
 class Instance:
-    """An instance that is handed over, unchanged until `retire`; calls build optimizers like it, over other groups.
+    """A user's optimizer that is handed over, unchanged until `retire`. Calling it builds a like optimizer over groups.
 
     RuntimeError for an optimizer that was handed over before.
     """
@@ -54,7 +54,7 @@ class Instance:
             given._refuse("shard_optimizer()")
         self._given: Optimizer | None = given
         self._id = id(given)
-        self._attributes = {name: value for name, value in vars(given).items() if name not in _of_all()}
+        self._attributes = {name: value for name, value in vars(given).items() if name not in _attributes_of_all()}
         self.defaults = given.defaults
         self.groups = given.param_groups
         self.state: Mapping[Any, Any] = given.state
@@ -66,7 +66,7 @@ class Instance:
         assert given is not None, "an instance is checked before it is handed over"
         own = set(map(id, self._params))
         for name, value in self._attributes.items():
-            for one in _parts_of(value):
+            for one in _values_within(value):
                 if isinstance(one, Optimizer) or id(one) in own:
                     what = "an optimizer" if isinstance(one, Optimizer) else "parameters"
                     raise TypeError(
@@ -124,39 +124,43 @@ class Instance:
             except TypeError:  # it cannot travel; names have to do
                 text, tensors = ",".join(map(str, state)), []
             name = position.get(id(key), str(key)) if isinstance(key, Tensor) else key
-            found.append((name, text, [mark_of(tensor) for tensor in tensors]))
+            found.append((name, text, [bit_sum_of(tensor) for tensor in tensors]))
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
-    def retire(self, heir: Optimizer) -> None:
-        """Make the instance a face of the optimizer that has taken it over, which gets its hooks."""
-        given, self._given, self.state = self._given, None, {}  # the heir holds this, and is held by the instance
+    def retire(self, new_owner: Optimizer) -> None:
+        """Make the instance forward to the optimizer that has taken it over; that optimizer gets its hooks."""
+        given, self._given, self.state = (
+            self._given,
+            None,
+            {},
+        )  # the new owner holds this object, and the instance holds the new owner
         assert given is not None, "an instance is handed over once"
         for hooks in _hooks():
-            vars(heir)[hooks] = vars(given)[hooks]  # the same: handles remove hooks from it
+            vars(new_owner)[hooks] = vars(given)[hooks]  # the same dict: handles remove hooks from it
         for name in ("param_groups", "state", *_PATCHED):
             vars(given).pop(name, None)
-        vars(given)["_heir"] = heir
-        if self.kind not in _faces:
-            _faces[self.kind] = type(f"HandedOver{self.__name__}", (_HandedOver, self.kind), {})
-        given.__class__ = _faces[self.kind]
+        vars(given)["_new_owner"] = new_owner
+        if self.kind not in _handed_over_classes:
+            _handed_over_classes[self.kind] = type(f"HandedOver{self.__name__}", (_HandedOver, self.kind), {})
+        given.__class__ = _handed_over_classes[self.kind]
 
 
 class _HandedOver:
-    """Mixed into the class of an instance that was handed over."""
+    """Base of the classes of instances that were handed over: it forwards groups and state to the new owner."""
 
-    _heir: Optimizer
+    _new_owner: Optimizer
     _opt_called = True  # schedulers ask whether it has stepped
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        return self._heir.param_groups
+        return self._new_owner.param_groups
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        return self._heir.state
+        return self._new_owner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._heir.zero_grad(set_to_none)
+        self._new_owner.zero_grad(set_to_none)
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("step()")
@@ -179,8 +183,8 @@ class _HandedOver:
         )
 
 
-_faces: dict[type[Optimizer], type[Optimizer]] = {}
-"""The classes of instances that were handed over, by their own."""
+_handed_over_classes: dict[type[Optimizer], type[Optimizer]] = {}
+"""The classes of instances that were handed over, by their original class."""
 
 
 Build = Callable[..., Optimizer]
@@ -227,9 +231,9 @@ def instance_in(params: object, optimizer_class: object) -> Instance | None:
 
 @torch.no_grad()
 def state_for(state: Any, param: Tensor, stepped: Tensor) -> Any:
-    """The state of a parameter for the tensor that is stepped in its place, in that one's dtype and memory.
+    """A parameter's state for its step target, in the target's dtype and memory.
 
-    As in torch's loads, a state in the parameter's dtype follows it; a counter stays on the device where it is.
+    As in torch's loads, a state in the parameter's dtype gets the target's dtype; a counter stays on its device.
     """
     if isinstance(state, Tensor):
         follows = state.dim() > 0 and state.dtype == param.dtype
@@ -250,12 +254,12 @@ def _try_copy(value: Any, memo: dict[int, Any]) -> Any:
     return value
 
 
-def _parts_of(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """A value, and what containers in it hold."""
+def _values_within(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """A value and, if it is a container, the values in it."""
     yield value
     if depth and isinstance(value, Mapping):
         for pair in value.items():
-            yield from _parts_of(pair, depth)
+            yield from _values_within(pair, depth)
     elif depth and isinstance(value, list | tuple | set):
-        for one in value:
-            yield from _parts_of(one, depth - 1)
+        for item in value:
+            yield from _values_within(item, depth - 1)

@@ -34,19 +34,19 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 LINES = 16
-"""Of which `BitSums` read one, where they are asked to."""
+"""A partial reading by `BitSums` reads one cache line of so many."""
 LARGE_BYTES = 64 << 10
-"""From so many on, memory is large."""
+"""The size from which memory counts as large."""
 _KIND = attrgetter("shape", "dtype", "device")
 _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
 class SummedMemory:
-    """Some memory, prepared for `BitSums`, which read it as it is then.
+    """Memory prepared for `BitSums`, which read its content later.
 
     Attributes:
-        lines: whole groups of `LINES` cache lines of large memory, with a dimension of lines; None: it is small.
-        always: all else, which every reading reads.
+        lines: large memory as a view of groups of `LINES` cache lines; None: the memory is small.
+        always: the rest of the memory, which every reading reads.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -62,10 +62,10 @@ class SummedMemory:
             by_line = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
             self.lines, words = words[:by_line].view(-1, LINES, _LINE_WORDS), words[by_line:]
         rest = raw[whole:]
-        self.always = [one for one in (words, rest) if one.numel() or (one is words and self.lines is None)]
+        self.always = [part for part in (words, rest) if part.numel() or (part is words and self.lines is None)]
 
     def total(self, line: int | None) -> Tensor:
-        """The sum over its numbers of 8 bytes, and over the bytes behind them; see `BitSums.now`."""
+        """The sum over all words of 8 bytes and over the bytes after the last word; see `BitSums.now`."""
         if self.is_copied:
             current = SummedMemory(self._memory)
             current.is_copied = False
@@ -76,16 +76,16 @@ class SummedMemory:
 
 
 class BitSums:
-    """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
+    """Sums over memory that differ if its bits differ, except for permutations of words of 8 bytes.
 
-    One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
-    effect.
+    They take one reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. The memory's address
+    has no effect.
 
     Args:
-        keys: of the sums, in this order.
+        keys: the key of each sum, for ``always``, ``large`` and ``copied`` in this order.
         always: memory that every reading reads.
-        large: memory of which a reading may read a line, as `SummedMemory.lines`.
-        copied: memory that has to be copied to be read.
+        large: memory of which a reading may read a single line, as `SummedMemory.lines`.
+        copied: memory that must be copied to be read.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class BitSums:
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, SummedMemory]]) -> "BitSums":
-        """Over runs of memory, each with a key, which several sums may have."""
+        """Build the sums over runs of memory, each with a key; a run may have several sums."""
         in_place = [(key, run) for key, run in runs if not run.is_copied]
-        always = [(key, one) for key, run in in_place for one in run.always]
+        always = [(key, part) for key, run in in_place for part in run.always]
         large = [(key, run.lines) for key, run in in_place if run.lines is not None]
         copied = [(key, run) for key, run in runs if run.is_copied]
         keys = [key for key, _ in (*always, *large, *copied)]
-        return cls(keys, [one for _, one in always], [one for _, one in large], [run for _, run in copied])
+        return cls(keys, [part for _, part in always], [part for _, part in large], [run for _, run in copied])
 
     def now(self, line: int | None = None) -> list[Tensor]:
         """The sums over numbers of 8 bytes, wrapping around: int64 scalars, each on its memory's device.
@@ -115,11 +115,11 @@ class BitSums:
 
 
 def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """1-D tensors over the memory of some, by the first key in each: those end to end in one storage are one run.
+    """Join tensors that lie end to end in one storage into 1-D runs, each with the first key in it.
 
-    A tensor with gaps is returned as it is. With gradients off.
+    A tensor with gaps is returned as it is. Called with gradients off.
     """
-    grads = tensors.values()  # without a loop in Python, as all that is done per parameter
+    grads = tensors.values()  # without a Python loop over the parameters
     are_dense = map(Tensor.is_contiguous, grads)
     gaps = {
         key
@@ -143,7 +143,7 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 _Window = tuple[tuple[int], int, torch.dtype]
-"""Memory in the storage of a tensor: numbers of elements there, from which one on, and as what it is read."""
+"""A view of a tensor's storage: its shape and offset in elements of the tensor, and the dtype to read."""
 
 
 def _window_of(memory: Tensor, tensor: Tensor) -> _Window:
@@ -152,9 +152,9 @@ def _window_of(memory: Tensor, tensor: Tensor) -> _Window:
 
 
 class MovingMemory:
-    """The memory of tensors that are made anew in each step, for sums over its bits.
+    """Makes sums over the memory of tensors that are allocated anew in each step.
 
-    It keeps where runs of memory were, since they mostly stay there, and none of the memory.
+    It remembers where runs of memory were, since they are mostly there again, but keeps none of the memory.
     """
 
     _places: tuple[list[Any], ...] = ()  # of the tensors that the rest is about
@@ -164,7 +164,7 @@ class MovingMemory:
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[int, Tensor]) -> BitSums:
-        """Sums over these tensors, each with the first key in its run; see `join_runs`."""
+        """The sums over these tensors, each with the first key in its run; see `join_runs`."""
         held = [*tensors.values()]
         storages = [*map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, held))]
         offsets, strides = [*map(Tensor.storage_offset, held)], [*map(Tensor.stride, held)]
@@ -194,8 +194,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return SummedMemory(tensor).total(None)
 
 
-def mark_of(tensor: Tensor) -> int:
-    """`sum_of_bits` as a number that ranks compare; of zeros it is 0. Waits for an accelerator."""
+def bit_sum_of(tensor: Tensor) -> int:
+    """`sum_of_bits` as an integer that ranks compare; 0 for zeros. Waits for an accelerator."""
     return int(sum_of_bits(tensor.detach()))
 
 

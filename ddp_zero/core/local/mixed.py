@@ -29,7 +29,7 @@ ParamGroup = dict[str, Any]
 
 
 class Mixture:
-    """Builds a `MixedOptimizer`, as a class does, of ``classes`` by name and a ``default`` for other groups."""
+    """Builds a `MixedOptimizer` as a class would, from ``classes`` by name and a ``default`` for other groups."""
 
     def __init__(self, default: Callable[..., Optimizer], classes: Mapping[str, type[Optimizer]]) -> None:
         self.default = default
@@ -45,7 +45,7 @@ class Mixture:
         return built
 
     def build(self, name: str, groups: list[ParamGroup], defaults: Mapping[str, Any]) -> Optimizer:
-        """The instance of one class, by its name, over its groups, if it has any."""
+        """Build the optimizer of one class over its groups, which may be none; the default class has the empty name."""
         kind = self.classes.get(name, self.default)
         options = _for_constructor(kind, groups) if name else defaults
         part = kind(groups or [{"params": []}], **options)
@@ -65,16 +65,16 @@ class Mixture:
 
 
 class StepsWithPeers(Optimizer):
-    """A class whose steps exchange messages with ranks that hold other parts of the same parameters."""
+    """Base of classes whose steps exchange messages with ranks that hold other parts of the same parameters."""
 
     def give_up(self) -> None:
-        """In place of a step that this rank cannot take: tell the ranks that wait for it. A collective with them."""
+        """Called in place of a step that this rank cannot take: tell the ranks that wait for it. A collective."""
 
 
 class MixedOptimizer(StepsWithPeers):
     """One optimizer over the groups of several classes; see the module docstring.
 
-    ``parts`` has the instances by the name of their class; that of the default has the empty name. NotImplementedError
+    ``suboptimizers`` has one optimizer per class, by the class's name; the default's is empty. NotImplementedError
     for a class that keeps an optimizer inside, or state dicts of its own form.
     """
 
@@ -87,20 +87,20 @@ class MixedOptimizer(StepsWithPeers):
         remaining = {name: iter(part.param_groups) for name, part in self.suboptimizers.items()}
         in_order = [next(remaining[group.get(CLASS_KEY, "")]) for group in groups]
         states = defaultdict(
-            dict, {key: one for part in self.suboptimizers.values() for key, one in part.state.items()}
+            dict, {key: state for part in self.suboptimizers.values() for key, state in part.state.items()}
         )
         # not by torch's constructor, which would add each group once more
         Optimizer.__setstate__(self, {"defaults": {}, "state": states, "param_groups": in_order})
         self.defaults = self.suboptimizers[""].defaults
-        self._lend()
+        self._assign_groups_and_state()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         name = param_group.get(CLASS_KEY, "")
-        self._lend()
+        self._assign_groups_and_state()
         self.suboptimizers[name].add_param_group(param_group)
         self.param_groups.append(self.suboptimizers[name].param_groups[-1])
         self.state.update(self.suboptimizers[name].state)
-        self._lend()
+        self._assign_groups_and_state()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the groups of each class by its instance; NotImplementedError if one keeps state of no parameter."""
@@ -108,7 +108,7 @@ class MixedOptimizer(StepsWithPeers):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._lend()
+        self._assign_groups_and_state()
         waiting = deque(part for part in self.suboptimizers.values() if part.param_groups)
         try:
             while waiting:
@@ -125,17 +125,17 @@ class MixedOptimizer(StepsWithPeers):
         return loss
 
     def give_up(self) -> None:
-        self._lend()
+        self._assign_groups_and_state()
         _give_up(part for part in self.suboptimizers.values() if part.param_groups)
 
-    def _lend(self) -> None:
-        """Show each instance its groups, as they are now, and the state."""
+    def _assign_groups_and_state(self) -> None:
+        """Give each suboptimizer its groups, as they are now, and the shared state."""
         for name, part in self.suboptimizers.items():
             part.param_groups = self._groups_of(name)
             part.state = self.state
 
-    def _divide(self) -> None:
-        """Show each instance its groups and the states of their parameters alone, which its class can read."""
+    def _assign_own_states(self) -> None:
+        """Give each suboptimizer its groups and a state of its own parameters alone, which its class can read."""
         for name, part in self.suboptimizers.items():
             part.param_groups = self._groups_of(name)
             part.state = self._state_of(name)
@@ -155,7 +155,7 @@ class MixedOptimizer(StepsWithPeers):
         saved = [group.get(CLASS_KEY, "") for group in state_dict["param_groups"]]
         if names != saved:
             raise ValueError(f"Expected parameter groups of the classes {names}, got {saved}. [ZERO-604]")
-        self._lend()
+        self._assign_groups_and_state()
         loaded: dict[Any, Any] = {}
         for name, part in self.suboptimizers.items():
             groups = [group for group in state_dict["param_groups"] if group.get(CLASS_KEY, "") == name]
@@ -166,12 +166,12 @@ class MixedOptimizer(StepsWithPeers):
         remaining = {name: iter(part.param_groups) for name, part in self.suboptimizers.items()}
         self.param_groups = [next(remaining[name]) for name in names]
         self.state = defaultdict(dict, loaded)
-        self._lend()
+        self._assign_groups_and_state()
 
     # A class may look into the states that its copies are given: they get no other class's, and steps lend all again
 
     def __getstate__(self) -> dict[str, Any]:
-        self._divide()
+        self._assign_own_states()
         return {**super().__getstate__(), "mixture": self.mixture, "suboptimizers": self.suboptimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class MixedOptimizer(StepsWithPeers):
             part.__setstate__({"state": self._state_of(name), "param_groups": self._groups_of(name)})
 
     def __copy__(self) -> "MixedOptimizer":
-        self._divide()
+        self._assign_own_states()
         clone = type(self).__new__(type(self))
         vars(clone).update(vars(self))
         clone.suboptimizers = {name: copy.copy(part) for name, part in self.suboptimizers.items()}
@@ -196,7 +196,7 @@ class MixedOptimizer(StepsWithPeers):
             return found[0]
 
         def call(optimizer: "MixedOptimizer", *args: Any, **kwargs: Any) -> Any:
-            optimizer._lend()
+            optimizer._assign_groups_and_state()
             return [method(*args, **kwargs) for method in found][-1]
 
         call.__name__ = name

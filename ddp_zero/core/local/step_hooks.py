@@ -1,7 +1,7 @@
 """Local steps without the hooks that torch calls around the step of every optimizer.
 
-Those see the user's optimizer, once per step, from `ZeroRedundancyOptimizer.step`. The optimizers below it, which take
-that step in parts, or are tried, are none that a user knows.
+Global hooks see the user's optimizer, once per step, from `ZeroRedundancyOptimizer.step`. They must not see the inner
+optimizers, which take that step bucket by bucket and are unknown to the user.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ _GLOBALS = {**vars(of_torch), "_global_optimizer_pre_hooks": {}, "_global_optimi
 
 
 def is_wrapped_by_torch(inner: Optimizer) -> bool:
-    """True if the step is as a class has it, within torch's wrapper: a profiler's range and hooks.
+    """True if ``inner.step`` is the class's own method in torch's wrapper: a profiler's range and hooks.
 
-    A wrapper of the user's may have taken over the attributes of torch's, but not its code.
+    A user's wrapper may copy the attributes of torch's wrapper, but not its code.
     """
     return "step" not in vars(inner) and getattr(type(inner).step, "__code__", None) is _WRAPPER
 
 
 def local_step(inner: Optimizer) -> Callable[..., Any]:
-    """``inner.step`` without global hooks: torch's wrapper again, where it finds none."""
+    """``inner.step`` without global hooks: in a copy of torch's wrapper that has none."""
     if not is_wrapped_by_torch(inner):
         return inner.step
     step: Any = type(inner).step

@@ -34,14 +34,16 @@ _LARGEST_GAPS = 200  # at most one element of gap per this many
 
 
 class Block:
-    """Memory of parameters. Building it moves them there.
+    """A flat buffer of parameters. The constructor moves the parameters into it.
 
     Args:
-        places: where each parameter begins, and where the memory ends; None: at aligned places.
+        indices: the parameters in the block.
+        params: all parameters.
+        places: the offset of each parameter, and of the end; None: at aligned offsets.
 
     Attributes:
-        tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
-        starts: where each parameter begins, by index.
+        tensor: the buffer, 1-D, with zeros between parameters. Its memory lives as long as any parameter in it.
+        starts: the offset of each parameter, by index.
     """
 
     @torch.no_grad()
@@ -64,9 +66,9 @@ class Block:
             param.data = window  # the old memory is freed once nothing else holds it
 
     def runs(self, nbytes: int) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The memory in order: each parameter of at least so many bytes alone, and those between two of them together.
+        """Split the buffer: each parameter of at least so many bytes is a run; so are all parameters between two such.
 
-        For each run the parameters in it, and the memory from the first one's start to the next run's.
+        Returns for each run its parameters, and the memory from the run's first parameter to the next run.
         """
         if not self.indices:
             return []
@@ -159,7 +161,7 @@ class ViewStorage:
 def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
     """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
     groups: list[tuple[list[Segment], dict[int, None]]] = []
-    last_segment = {param: position for position, one in enumerate(bucket.segments) for param in one.params}
+    last_segment = {param: place for place, segment in enumerate(bucket.segments) for param in segment.params}
     end = -1
     for position, segment in enumerate(bucket.segments):
         if position > end:
@@ -172,7 +174,7 @@ def _connected_segments(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]
 
 
 class _FlatSegment:
-    """One segment in its block.
+    """A segment as a view of its block, or packed without gaps.
 
     Nothing here touches a parameter: using a parameter that is still in flight would wait for it again.
     """
@@ -183,7 +185,7 @@ class _FlatSegment:
             for param, (start, stop) in zip(segment.params, segment.ranges, strict=True)
         ]
         begin, end = (places[0][0], places[-1][1]) if places else (0, 0)
-        is_in_order = all(one <= other for (_, one), (other, _) in pairwise(places))
+        is_in_order = all(stop <= start for (_, stop), (start, _) in pairwise(places))
         self._numel = segment.numel
         self._windows: list[Tensor] = []  # of the parameters, if they are packed
         if segment.is_even:
