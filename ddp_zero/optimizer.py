@@ -165,9 +165,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._assemble(engine)
         shard.local_step.mirror_to_exposed()
         if instance is not None:
-            self._states.take_over(instance)
+            self._states.adopt(instance)
         self._engine.find_models()
-        self._states.answer_others()
+        self._states.serve_other_ranks()
         if instance is not None and instance is not optimizer_class:  # else the caller does so
             instance.retire(self)
 
@@ -538,7 +538,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
         self._engine.check_may_save("opt.consolidate_state_dict()")
-        self._states.gather(to)
+        self._states.consolidate(to)
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on any ranks at any time between two steps; not a collective.
@@ -553,7 +553,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
         self._engine.check_may_save("opt.state_dict()")
-        return self._states.whole(super().state_dict, self._engine.others_may_step)
+        return self._states.state_dict(super().state_dict, self._engine.others_may_step)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.
@@ -570,7 +570,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: between a backward pass that has stepped and ``opt.step()``; if it failed on another rank.
         """
         engine, check = self._engine, partial(self._engine.check_before_step, "opt.load_state_dict()")
-        self._states.load_together(self, state_dict, check, may_communicate=not engine.joins)
+        self._states.load_state_dict(self, state_dict, check, may_communicate=not engine.joins)
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
@@ -590,7 +590,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if a parameter has no name.
         """
         self._engine.check_may_save("opt.sharded_state_dict()")
-        return self._states.shard(model, init_missing)
+        return self._states.sharded_state_dict(model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """Load what `sharded_state_dict` returned, for this rank's parameters at least. Never communicates.
@@ -603,7 +603,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if it does not fit, naming the parameter; nothing is changed then.
         """
         self._engine.check_before_step("opt.load_sharded_state_dict()")
-        self._states.load_shard(self, state_dict, model)
+        self._states.load_sharded_state_dict(self, state_dict, model)
 
     # Join
 

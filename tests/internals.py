@@ -125,7 +125,7 @@ def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
 @contextmanager
 def keeping_others_from_waiting(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """Hold the lock without which no thread waits for parameters on their way."""
-    with opt._engine.shard.pending_syncs._one_waits:
+    with opt._engine.shard.pending_syncs._wait_lock:
         yield
 
 

@@ -25,7 +25,7 @@ from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
 from ddp_zero.core.comm import ring
-from ddp_zero.core.comm.recorder import RING, Label, waits_for
+from ddp_zero.core.comm.recorder import RECENT_SPANS, Label, record_wait
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
@@ -77,7 +77,7 @@ def cost_of_each() -> dict[str, float]:
             pass
 
     def wait() -> None:
-        waits_for("the sync of bucket 3", str)
+        record_wait("the sync of bucket 3", str)
 
     def step() -> None:
         trace.step_ended(0, True)
@@ -98,8 +98,8 @@ def best(call: Callable[[], object], number: int) -> float:
 
 def counted_since(began: int) -> dict[str, int]:
     """Events and notes of the steps since a time, as `time.perf_counter_ns`."""
-    kinds = Counter(type(entry) for span in RING.spans if span.log[0] > began for entry in span.log)
-    events = sum(event.begun > began for event in RING.events())
+    kinds = Counter(type(entry) for span in RECENT_SPANS.spans if span.log[0] > began for entry in span.log)
+    events = sum(event.begun > began for event in RECENT_SPANS.events())
     return {"events": events, "waits": kinds[str], "moves": kinds[tuple], "steps": COUNTED_STEPS}
 
 
@@ -111,7 +111,7 @@ def unrecorded() -> Iterator[None]:
         pass
 
     with (
-        mock.patch.object(ring, "waits_for", nothing),
+        mock.patch.object(ring, "record_wait", nothing),
         mock.patch.object(Trace, "add_bytes", nothing),
         mock.patch.object(Trace, "step_ended", nothing),
         mock.patch.object(Label, "__enter__", nothing),

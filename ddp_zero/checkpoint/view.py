@@ -202,7 +202,7 @@ class ShardedState(OptimizerState):
         return torch.device("cpu") if stepped.placement.is_offloaded(accelerator) else accelerator
 
     def scale(self) -> dict[str, float] | None:
-        return self._members[0].states.scale()
+        return self._members[0].states.loss_scale_state()
 
     def check_fits(self, state_dict: StateDict) -> None:
         for one, part in zip(self._members, self._split(state_dict), strict=True):

@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.core.comm import RING, when_failing
+from ddp_zero.core.comm import RECENT_SPANS, on_failure
 from ddp_zero.insight.record_format import FIELDS, UNCAUGHT, VERSION
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
@@ -113,7 +113,7 @@ def _record(reason: str, error: str) -> dict[str, Any]:
         "stacks": _stacks(),
         "fields": list(FIELDS),
         # other threads go on recording: a row may be torn, never the list of spans
-        "events": [event.as_row(number, origin) for number, event in enumerate(RING.events())],
+        "events": [event.as_row(number, origin) for number, event in enumerate(RECENT_SPANS.events())],
         "collectives": _collectives(),
     }
 
@@ -180,7 +180,7 @@ def _watch() -> None:
     while True:
         # a daemon that polls: the training thread may be blocked in a collective, and cannot write its own record
         time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
-        if _Job.written_at >= 0 and all(event.begun <= _Job.written_at for event in RING.events()):
+        if _Job.written_at >= 0 and all(event.begun <= _Job.written_at for event in RECENT_SPANS.events()):
             continue  # a record of an error stays
         if _Job.warned is not None:
             withdraw(_Job.warned)
@@ -199,10 +199,10 @@ def withdraw(path: Path) -> None:
 
 def overdue(now: int, time_out: float) -> str | None:
     """The reason for a record at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
-    newest = RING.newest_time()
+    newest = RECENT_SPANS.newest_time()
     if not newest or (now - newest) * 1e-9 < _NEARS * time_out:
         return None
     return f"no event for {(now - newest) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
 
 
-when_failing(write)
+on_failure(write)

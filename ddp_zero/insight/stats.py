@@ -52,8 +52,8 @@ class Stats:
         device = engine.shard.table.accelerator()
         if has_streams(device):
             self._recorder.clock = StreamClock(device)
-        if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
-            self._recorder.when_ended = weakly(self._sample_memory)
+        if self._recorder.on_step_ended is None:  # a copy of an optimizer shares its recorder
+            self._recorder.on_step_ended = weakly(self._sample_memory)
         everyone = engine.shard.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone), last_collectives)
@@ -61,8 +61,8 @@ class Stats:
     def read(self) -> dict[str, float]:
         """The numbers; see `ZeroRedundancyOptimizer.stats`."""
         engine, recorder = self._engine, self._recorder
-        self._device.add(recorder.on_device())
-        totals, last = dict(recorder.totals), difference(recorder.at_end, recorder.before)
+        self._device.add(recorder.take_intervals())
+        totals, last = dict(recorder.totals), difference(recorder.totals_at_end, recorder.totals_at_begin)
         on_host = recorder.clock is None
         in_all = seconds(totals) if on_host else self._device.total()
         shard, record = engine.shard, engine.runner.last_step
@@ -171,7 +171,7 @@ class OnDevice:
                 self._current, self._step = Counter(), one.step
             nanoseconds = round(one.seconds * 1e9)
             # hidden behind the default stream, but for its `join_streams`
-            hidden = nanoseconds if one.is_beside and one.phase in EXPOSED else 0
+            hidden = nanoseconds if one.is_on_side_stream and one.phase in EXPOSED else 0
             for counter in (self._all, self._current):
                 counter.update({one.phase: nanoseconds, "beside": hidden})
 
@@ -204,10 +204,10 @@ class ReadLater:
 
 
 class Mark(NamedTuple):
-    """An event on a stream; ``is_beside`` if that is not the device's default stream."""
+    """An event on a stream; ``is_on_side_stream`` if that is not the device's default stream."""
 
     event: torch.Event
-    is_beside: bool
+    is_on_side_stream: bool
 
 
 def has_streams(device: torch.device) -> bool:
@@ -235,9 +235,9 @@ class StreamClock:
             return None
         return float(begun.event.elapsed_time(ended.event)) * 1e-3
 
-    def is_beside(self, mark: Mark) -> bool:
+    def is_on_side_stream(self, mark: Mark) -> bool:
         """True for a mark on another stream than the device's default one, as inside backward's step."""
-        return mark.is_beside
+        return mark.is_on_side_stream
 
 
 # Memory

@@ -645,7 +645,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             one.check_states_are_here(part)
         for member, part in zip(self.members, parts, strict=True):
             engine_of(member).check_before_step("opt.load_sharded_state_dict()")
-            states_of(member).load_numbered(member, part)
+            states_of(member).load_by_index(member, part)
 
     # Information
 

@@ -382,7 +382,7 @@ def pack(
     """See `ParallelOptimizer.sharded_state_dict`."""
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
-        packed, table = states_of(member).shard(part, init_missing), shard_of(member).table
+        packed, table = states_of(member).sharded_state_dict(part, init_missing), shard_of(member).table
         index_of = {name: index for index, name in enumerate(table.names_in(part))}
         for name, state in packed.pop(_STATE).items():
             if name not in index_of:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from ddp_zero.core.comm import logger, start_serving, watch_the_end
+from ddp_zero.core.comm import logger, start_serving, watch_script_end
 from ddp_zero.core.state import receive_into
 
 # Addresses
@@ -265,7 +265,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
     threading.Thread(target=lobby.run, args=(loop,), name=f"{NAME} listener", daemon=True).start()
     weakref.finalize(answers, _close, listener, os.getpid())
-    watch_the_end()
+    watch_script_end()
     return Address(own_hosts(store_host), port, secret.hex())
 
 

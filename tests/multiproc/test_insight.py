@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.__main__ import main
-from ddp_zero.core.comm.recorder import RING
+from ddp_zero.core.comm.recorder import RECENT_SPANS
 from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.tools.monitor import Monitor
 from ddp_zero.tools.postmortem.blame import blame
@@ -83,7 +83,7 @@ def _numbers_of_a_step_equal_those_counted(setup: Setup) -> None:
         assert (numbers["grad_norm"] > 0) == bool(options)
         assert (numbers["buffer_bytes"] > 0) == (stage == 2)
         assert numbers["peak_gradient_bytes"] >= (nbytes if stage == 1 else 1)
-        events = sum(event.begun > began for event in RING.events())
+        events = sum(event.begun > began for event in RECENT_SPANS.events())
         assert events <= 8 + 6 * numbers["buckets"], "a handful of events per bucket"
         assert all(isinstance(number, int | float) for number in numbers.values())
         assert list(numbers) == list(opt.stats())

@@ -30,7 +30,7 @@ INTERNAL = {
             "core/comm/exchange.py:wait",
             "core/comm/exchange.py:_keep_unfinished",
             "core/comm/reduction.py:wait",
-            "core/comm/ring.py:_serve",
+            "core/comm/ring.py:_run_jobs",
         ),
         "the text of an earlier error, without the frames that it went through",
     ),
@@ -38,7 +38,7 @@ INTERNAL = {
     **dict.fromkeys(
         [f"core/state/frames.py:{name}" for name in ("receive_frame", "decode_frame")]
         + ["snapshots/connections.py:call"]
-        + [f"core/comm/requests.py:{name}" for name in ("_as_os_errors", "answer_to", "connection")]
+        + [f"core/comm/requests.py:{name}" for name in ("_as_os_errors", "await_answer", "connection")]
         + ["core/comm/serving.py:start_serving"],
         "an error of a connection, which `gather` turns into a message that names the rank",
     ),

@@ -62,7 +62,7 @@ from ddp_zero.core.comm.groups import (
     time_out_of,
 )
 from ddp_zero.core.comm.missing import name_missing_ranks
-from ddp_zero.core.comm.recorder import waits_for
+from ddp_zero.core.comm.recorder import record_wait
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
@@ -137,7 +137,7 @@ class Transport:
         return nbytes * len(sizes) if is_copied and nbytes else 0
 
     def can_average(self, parts: Sequence[Tensor]) -> bool:
-        """True if `prepare_reduce_scatter` can average with DDP's bits, which multiplies by 1/N and then sums."""
+        """True if `prepare_reduce_scatter` can average with the bits of DDP, which multiplies by 1/N, then sums."""
         # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
         # it holds 1/N and whether or not it fuses product and sum
         is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
@@ -145,7 +145,7 @@ class Transport:
 
 
 class Communicator(Transport, TensorPeers):
-    """A process group, seen from one of its members.
+    """A process group, seen from a member: starts its collectives and messages, and agrees with its other ranks.
 
     Args:
         group: the process group; None for the default one.
@@ -242,8 +242,8 @@ class Communicator(Transport, TensorPeers):
         """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
         Segments are 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
-        This rank's is sent, all other segments are written; empty ones cost nothing. Returns a function that starts the
-        all-gather, as often as needed; for ``subject`` see `start_all_gather`.
+        This rank's segment is sent, the others are written; empty segments cost nothing. Returns a function that starts
+        the all-gather, as often as needed; for ``subject`` see `start_all_gather`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
@@ -303,7 +303,7 @@ class Communicator(Transport, TensorPeers):
     # Messages between pairs of ranks
 
     def peers(self) -> list[GroupRank]:
-        """The other ranks, starting with the next one."""
+        """The other ranks, starting with the next rank."""
         # rotated, so that not all ranks send to the same peer first
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
 
@@ -318,9 +318,8 @@ class Communicator(Transport, TensorPeers):
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
         to_send, targets = ([*chain.from_iterable(by[peer] for peer in sorted(by))] for by in (sent, received))
-        send_bytes, recv_bytes = (
-            [sum(part.nbytes for part in by.get(r, ())) for r in ranks] for by in (sent, received)
-        )
+        send_bytes = [sum(part.nbytes for part in sent.get(rank, ())) for rank in ranks]
+        recv_bytes = [sum(part.nbytes for part in received.get(rank, ())) for rank in ranks]
         packed = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *map(as_bytes, to_send)])
         arrived = torch.empty(sum(recv_bytes), dtype=torch.uint8, device=device)
         dist.all_to_all_single(arrived, packed, recv_bytes, send_bytes, group=self.process_group)
@@ -462,7 +461,7 @@ class Communicator(Transport, TensorPeers):
         limit = () if self.message_time_out is None else (self.message_time_out,)
         # batched, although it is a single message: for a plain one NCCL would make a communicator of the two ranks
         message = dist.P2POp(post, tensor, group=self.process_group, group_peer=peer, tag=_TREE_TAG)
-        waits_for(what, name)
+        record_wait(what, name)
         try:
             works = dist.batch_isend_irecv([message])
             require_work(works[0] if works else None).wait(*limit)

@@ -31,7 +31,7 @@ _GLOO_TRIES = 5
 class ControlGroup(TensorPeers):
     """The ranks of a process group on separate Gloo connections, for messages outside the training stream.
 
-    Building one is a collective of the group that sends no message on it.
+    Construction is a collective of the group that sends no message on the group itself.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -63,7 +63,7 @@ class ControlGroup(TensorPeers):
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         check_process(self._process)
-        # part of the tags: gathers of one group match by number
+        # part of the tags: gathers of a group match by number
         self._num_gathers += 1
         return all_gather_by_messages(self._gloo, mine, self._num_gathers, self.name, "a save or load", self._time_out)
 

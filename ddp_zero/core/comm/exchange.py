@@ -204,7 +204,7 @@ class Exchange:
         failed, each time.
         """
         span, limit, work = current.span, self._limit, None
-        if span is not None:  # as in `waits_for`
+        if span is not None:  # as in `record_wait`
             span.log += (what,)
             span.peer = self.awaited
         try:
@@ -278,7 +278,7 @@ def bind_messages(
 
 
 def post_all(posts: Iterable[tuple[int, Post]], works: list[Any], tag: int) -> None:
-    """Post messages in this order, and put each one's work into its place among ``works``."""
+    """Post messages in this order, and put the work of each into its place among ``works``."""
     _enable_record_function(False)  # see `start_unrecorded`
     try:
         for place, post in posts:
@@ -494,10 +494,8 @@ def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
     starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
     memory = first.untyped_storage().data_ptr()
     are_adjacent = (
-        segment.numel() == numel
-        and segment.storage_offset() == start
-        and segment.untyped_storage().data_ptr() == memory
-        for segment, start in zip(segments, starts, strict=False)
+        part.numel() == numel and part.storage_offset() == start and part.untyped_storage().data_ptr() == memory
+        for part, start in zip(segments, starts, strict=False)
     )
     return first.as_strided((numel * len(segments),), (1,)) if numel and all(are_adjacent) else None
 
@@ -521,7 +519,7 @@ class PaddedAllGather:
         """Block as `Exchange.wait` does, then write the segments."""
         self._exchange.wait(what)
         if self._gathered.device.type != "cpu":
-            # this stream reads memory that was allocated on another one where a sync outlasts its step
+            # where a sync outlasts its step, this stream reads memory that was allocated on another stream
             self._gathered.record_stream(torch.accelerator.current_stream(self._gathered.device))
         parts = self._gathered.chunk(len(self._segments))
         for rank, (segment, padded) in enumerate(zip(self._segments, parts, strict=True)):

@@ -25,7 +25,7 @@ from ddp_zero.core.plan.partition import GroupRank
 
 
 def check_process(process: int) -> None:
-    """Raise RuntimeError in a process forked from the one (with this id) that has the connections."""
+    """Raise RuntimeError in a process forked from the process, with this id, that has the connections."""
     if process != os.getpid():
         raise RuntimeError(
             f"This process (pid {os.getpid()}) was forked from the process that has the connections to the other ranks "
@@ -90,7 +90,7 @@ def inherit_job_time_out(group: ProcessGroup) -> None:
 def message_time_out(group: ProcessGroup) -> timedelta | None:
     """The time-out to give to each wait for a message between two ranks, or None for the group's own.
 
-    Gloo's messages keep the time-out with which their group was built; only its collectives follow a later one.
+    Gloo's messages keep the time-out with which their group was built; only its collectives follow a later time-out.
     """
     record = _records.get(group)
     return None if record is None else record.message_time_out

@@ -49,9 +49,8 @@ def lost_collective_error(group: ProcessGroup, what: str, error: RuntimeError) -
     """The error of a failed collective, which names the missing ranks as far as they can be found."""
     with _search_lock:  # threads of several buckets: the first thread waits for the ranks, the others take its answer
         if group not in _missing_ranks:
-            _missing_ranks[group] = _find_missing(
-                group, re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
-            )
+            timed_out = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+            _missing_ranks[group] = _find_missing(group, timed_out)
         names = ", ".join(f"rank {rank} (global rank {get_global_rank(group, rank)})" for rank in _missing_ranks[group])
     return lost_peer_error(names or "every rank", what, error)
 

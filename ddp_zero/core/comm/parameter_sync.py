@@ -28,10 +28,10 @@ from ddp_zero.error_codes import coded
 from ddp_zero.values.placeholders import all_arrivals, can_await, expect, release
 
 _exchange_of: Callable[[Any], Any] = attrgetter("exchange")
-_changed_in: Callable[[Any], Any] = attrgetter("changed")
+_unversioned_in: Callable[[Any], Any] = attrgetter("unversioned")
 
 COPIES_IN_FLIGHT = 2
-"""Buckets of which copies are under way at once: where storage is packed, or a backend gathers padded segments."""
+"""Buckets with a staging copy in flight at once: where storage is packed, or the backend gathers padded segments."""
 
 
 class BucketSync:
@@ -50,7 +50,7 @@ class BucketSync:
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
-        self.sending, self.waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
+        self.sync_label, self.wait_label = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
         self._all_gather: Callable[[], InFlight] | None = None
@@ -59,31 +59,31 @@ class BucketSync:
             self._all_gather = comm.prepare_all_gather(fixed, self._subject)
         self._packed: Sequence[Tensor] = ()
         self.exchange: InFlight | None = None  # in flight
-        # stepped by other ranks, with version counters that are not incremented yet; without parameters that have no
-        # gradient, which a graph may still need in backward
-        self.changed: Sequence[Tensor] = ()
+        # parameters that other ranks step and whose version counters are not incremented yet; without parameters that
+        # have no gradient, which a graph may still need in backward
+        self.unversioned: Sequence[Tensor] = ()
 
     def start(self, without: set[Tensor] | None) -> None:
-        """Send the owned segment, and post the receives of all other segments, within ``sending``.
+        """Send the owned segment, and post the receives of all other segments, within ``sync_label``.
 
-        ``without``: the parameters without a gradient; None: those without one in ``param.grad``.
+        ``without``: the parameters without a gradient; None: those whose ``param.grad`` is None.
         """
         all_gather = self._all_gather
         if all_gather is None:
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
             all_gather = self._comm.prepare_all_gather(self._packed, self._subject)
         self.exchange = all_gather()
-        self.changed = _used(self._of_others, without)
+        self.unversioned = _with_gradients(self._of_others, without)
 
     def increment_versions(self, source: GradientSource) -> None:
-        """Count a change of parameters that other ranks step now: backward may still need their values of before.
+        """Increment versions of parameters that other ranks step now: a graph that needs the old values must raise.
 
-        Not once they are sent, which may be later: then some ranks would go on with such a pass, and wait for others.
+        Not later, when the values are sent: some ranks would then go on with such a backward pass, and wait for others.
         """
-        increment_version(_used(self.stepped_elsewhere, source.without))
+        increment_version(_with_gradients(self.stepped_elsewhere, source.without))
 
     def wait(self) -> None:
-        """Wait for the messages and write the parameters into the model, within ``waiting``."""
+        """Wait for the messages and write the parameters into the model, within ``wait_label``."""
         assert self.exchange is not None, "started before"
         self.exchange.wait(self._what)
         if self._all_gather is None:
@@ -93,22 +93,22 @@ class BucketSync:
         self.exchange = None
 
     def receive(self) -> None:
-        """The same, with its event, and count the changes."""
-        with self.waiting:
+        """Call `wait` within ``wait_label``, and increment version counters."""
+        with self.wait_label:
             self.wait()
-        if self.changed:
-            increment_version(self.changed)
+        if self.unversioned:
+            increment_version(self.unversioned)
 
 
-def _used(params: Sequence[Tensor], without: set[Tensor] | None) -> Sequence[Tensor]:
-    """The parameters that have a gradient; see `BucketSync.start`."""
+def _with_gradients(params: Sequence[Tensor], without: set[Tensor] | None) -> Sequence[Tensor]:
+    """The parameters with a gradient; for ``without`` see `BucketSync.start`."""
     if without is None:
         return [param for param in params if param.grad is not None]
     return [param for param in params if param not in without] if without else params
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
-    """Parameters with elements owned by these ranks, once each."""
+    """Indices of the parameters of which these ranks own elements, once each."""
     return list(dict.fromkeys(index for rank in ranks for index in bucket.segments[rank].params))
 
 
@@ -117,9 +117,9 @@ def _send(sync: BucketSync, source: GradientSource) -> None:
 
 
 class PendingSyncs:
-    """Syncs left in flight by steps that have ended; false if there are none.
+    """The syncs that ended steps have left in flight; false if there are none.
 
-    After a step's last bucket has arrived, ``errors`` of its local steps are raised.
+    When the last bucket of a step has arrived, the ``errors`` of its local steps are raised.
     """
 
     def __init__(self, comm: Communicator, errors: StepErrors) -> None:
@@ -127,9 +127,9 @@ class PendingSyncs:
         self._errors = errors
         self.on_bucket_received: Callable[[], None] | None = None
         self._syncs: dict[int, BucketSync] = {}
-        self._received: dict[int, _Received] = {}  # buckets of an accelerator that are not there for all streams yet
+        self._received: dict[int, _ReceivedOnStream] = {}  # buckets that some streams must still wait for
         self._error: RuntimeError | None = None
-        self._one_waits = threading.RLock()  # a message can be waited for once: other threads block here
+        self._wait_lock = threading.RLock()  # a message can be waited for once: other threads block here
         self._process = os.getpid()  # the process that owns the messages
 
     def __bool__(self) -> bool:
@@ -137,36 +137,36 @@ class PendingSyncs:
 
     @property
     def buckets(self) -> Collection[int]:
-        """The buckets in flight, by index, as they are at any time."""
+        """A live view of the buckets in flight, by index."""
         return self._syncs.keys()
 
     def take(self, syncs: Sequence[BucketSync]) -> None:
-        """At the end of a step: make uses of parameters wait for their bucket; wait now if uses go unnoticed."""
+        """Take a step's syncs: uses of parameters then wait for their bucket. Waits now where uses go unnoticed."""
         self._process = os.getpid()
-        # the syncs of earlier steps have all arrived: `end_step` completes them before it takes new ones
-        unnoticed = []
+        # the syncs of earlier steps have all arrived: `end_step` completes them before this call
+        not_intercepted = []
         # now: a graph from before the step must not read values still in flight
-        increment_version([*chain.from_iterable(map(_changed_in, syncs))])
+        increment_version([*chain.from_iterable(map(_unversioned_in, syncs))])
         for sync in syncs:
-            index, sync.changed = sync.bucket.index, ()
+            index, sync.unversioned = sync.bucket.index, ()
             self._syncs[index] = sync
             if can_await(sync.params):
                 # this rank's parameters too: memory that is being sent must not be written to
                 expect(sync.params, _Arrival(self, index))
             else:
-                unnoticed.append(index)
-        for index in unnoticed:
+                not_intercepted.append(index)
+        for index in not_intercepted:
             self.complete_bucket(index)
 
     def complete(self) -> None:
-        """Wait for all buckets, and have the model use its parameters as before."""
+        """Wait for all buckets, and stop intercepting uses of parameters."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
             self._received.pop(index).stop_intercepting()
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
-        """Wait for one bucket, with ``on_host`` on the host, not just a stream. Returns at once if it has arrived."""
+        """Make the current stream, or with ``on_host`` the host, wait for a bucket that has not arrived yet."""
         # outside of the lock, which another thread of the parent may have held at the fork
         if self._syncs and os.getpid() != self._process:
             raise RuntimeError(
@@ -174,7 +174,7 @@ class PendingSyncs:
                 "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
                 "DataLoader starts its workers. [ZERO-504]"
             )
-        with self._one_waits:
+        with self._wait_lock:
             if self._error is not None:
                 message = f"{self._error} Call opt.reset() to go on with the parameters that have arrived."
                 raise RuntimeError(coded(message, "[ZERO-503]")) from self._error
@@ -196,15 +196,17 @@ class PendingSyncs:
         if device is None:
             release(params)
         else:
-            self._received[index] = _Received(params, device)
-        del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
+            self._received[index] = _ReceivedOnStream(params, device)
+        del self._syncs[
+            index
+        ]  # last: a process that is forked before this line raises above, and never reaches the lock
         if self.on_bucket_received is not None:
             self.on_bucket_received()
         if not self._syncs:
             self._errors.raise_any()
 
     def abandon_failed(self) -> None:
-        """If an exchange failed, drop all exchanges: parameters keep their present values."""
+        """If an exchange has failed, drop all exchanges: parameters keep their present values."""
         if self._error is not None:
             for sync in self._syncs.values():
                 release(sync.params)
@@ -216,8 +218,8 @@ class PendingSyncs:
             self._errors.forget(sent_too=True)
 
 
-class _Received:
-    """A bucket received on its device's current stream, which other streams must wait for."""
+class _ReceivedOnStream:
+    """A bucket received on its device's current stream; other streams must wait for the event of that."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params = params
@@ -226,14 +228,14 @@ class _Received:
         self._ordered = {torch.accelerator.current_stream(device)}  # streams that come after the event
 
     def is_ordered_on_all_streams(self, on_host: bool) -> bool:
-        """Make the current stream wait, or the host. Returns True if no stream needs to wait any more."""
+        """Make the current stream, or the host, wait. Returns True if no stream needs to wait any more."""
         if on_host:
             self._event.synchronize()
         if self._event.query():
             return True
         current = torch.accelerator.current_stream(self._device)
         if current not in self._ordered:
-            # the copy ran on the stream that received it: this one must not read the parameters before
+            # the copy ran on the stream that received the bucket: this stream must not read the parameters before
             current.wait_event(self._event)
             self._ordered.add(current)
         return False
@@ -247,7 +249,7 @@ class _Received:
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """Waits for a bucket. Keeps the syncs alive: messages arrive even if their optimizer is gone."""
+    """Waits for a bucket when a parameter is used. Keeps the syncs alive even if their optimizer is gone."""
 
     syncs: PendingSyncs
     bucket: int
@@ -259,25 +261,26 @@ class _Arrival:
 @atexit.register
 def _complete_all() -> None:
     # peers may still wait for this process's messages; not after an error, when they may not have taken the step. In a
-    # forked process each raises and is skipped: the messages are its parent's
-    for arrival in [] if script_has_failed() else all_arrivals():
-        if isinstance(arrival, _Arrival):
-            with contextlib.suppress(RuntimeError):
-                arrival()
+    # forked process each wait raises and is skipped: the messages are the parent's
+    if not script_has_failed():
+        for arrival in all_arrivals():
+            if isinstance(arrival, _Arrival):
+                with contextlib.suppress(RuntimeError):
+                    arrival()
 
 
 class ParameterSync:
-    """Keeps bucket exchanges in flight, started and finished in the same order on every rank.
+    """All-gathers of all buckets, started and finished in the same order on every rank.
 
-    The link carries one message at a time, so a stepped bucket is sent once all buckets before it in ``order`` are. If
-    backward steps the bucket that is needed first last, all are sent then, after the last reduction.
+    The link carries one message at a time, so a stepped bucket is sent after all buckets before it in ``order``. If
+    backward steps the first bucket of ``order`` last, all buckets are sent then, after the last reduction.
 
     Args:
-        ranks: the ranks; buckets travel within the shard group, errors to everyone.
+        ranks: buckets travel within the shard group, errors to everyone.
         storage: source of the segment tensors. It must be the memory of the parameters if syncs may outlast a step.
         order: all buckets of the plan, in the order in which they are sent.
         may_outlast: True if exchanges may still be in flight when a step ends; any use of a parameter then waits for
-            its bucket, see `PendingSyncs`. Else at most `COPIES_IN_FLIGHT` that make copies of the parameters are.
+            its bucket, see `PendingSyncs`. Else at most `COPIES_IN_FLIGHT` exchanges that make copies are in flight.
     """
 
     def __init__(
@@ -296,35 +299,37 @@ class ParameterSync:
         if not ranks.shard.is_alone:
             self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._num = len(self._order)
-        self._of_bucket = {sync.bucket.index: sync for sync in self._order}
-        self._due: dict[int, list[BucketSync]] = {index: [] for index in self._of_bucket}  # after which step, in order
-        for turn, sync in zip(accumulate((sync.bucket.index for sync in self._order), max), self._order, strict=True):
-            self._due[turn].append(sync)
+        self._sync_of = {sync.bucket.index: sync for sync in self._order}
+        # by bucket: the syncs to start once that bucket is stepped, in order
+        self._due_after: dict[int, list[BucketSync]] = {index: [] for index in self._sync_of}
+        last_stepped = accumulate((sync.bucket.index for sync in self._order), max)
+        for index, sync in zip(last_stepped, self._order, strict=True):
+            self._due_after[index].append(sync)
         self._may_outlast = may_outlast
-        self._receives: dict[bool, Callable[[], None]] = {}  # waits for all, by whether a profiler shows it
+        self._wait_for_all: dict[bool, Callable[[], None]] = {}  # a wait for all syncs, by whether a profiler is on
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.pending_syncs = PendingSyncs(ranks.shard, self.errors)
 
     def acts(self, index: int) -> list[Act]:
-        """Start the exchanges that are due once a bucket's owned segment has been stepped.
+        """The acts that start the exchanges due once a bucket's owned segment has been stepped.
 
         All buckets are stepped in the order of the plan. Acts are given the source of their gradients, with
         ``without``; see `BucketSync.start`.
         """
-        stepped = self._of_bucket.get(index)
+        stepped = self._sync_of.get(index)
         if stepped is None:  # this rank is alone
             return []
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        sends: list[Act] = [(sync.sending, self._sender(sync)) for sync in self._due[index]]
+        sends: list[Act] = [(sync.sync_label, self._sender(sync)) for sync in self._due_after[index]]
         return [(None, stepped.increment_versions), *sends] if stepped.stepped_elsewhere else sends
 
     def _sender(self, sync: BucketSync) -> Callable[[GradientSource], object]:
-        is_bound = sync.makes_copies and not self._may_outlast
-        return partial(self._send_copy, sync) if is_bound else partial(_send, sync)
+        is_limited = sync.makes_copies and not self._may_outlast
+        return partial(self._send_copy, sync) if is_limited else partial(_send, sync)
 
     def end_step(self, options: GivenOptions | None = None) -> None:
-        """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
+        """End the step: wait for all syncs in flight, or hand them to `pending_syncs` if they may outlast the step.
 
         For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.
         """
@@ -337,10 +342,10 @@ class ParameterSync:
             self.pending_syncs.take(in_flight)
             return
         try:
-            self._waits_for(in_flight)()
+            self._wait_for(in_flight)()
         finally:
             arrived = filterfalse(_exchange_of, in_flight)
-            increment_version([*chain.from_iterable(map(_changed_in, arrived))])
+            increment_version([*chain.from_iterable(map(_unversioned_in, arrived))])
         self.errors.receive()
         self._ranks.begin_round()
 
@@ -369,22 +374,22 @@ class ParameterSync:
         self._ranks.begin_round()
 
     def _send_copy(self, sync: BucketSync, source: GradientSource) -> None:
-        copies = [one for one in self._in_flight() if one.makes_copies]
+        copies = [sync for sync in self._in_flight() if sync.makes_copies]
         if len(copies) >= COPIES_IN_FLIGHT:
             copies[0].receive()  # the oldest: all ranks finish exchanges in plan order
         _send(sync, source)
 
     def _in_flight(self) -> list[BucketSync]:
-        """Those that were started and not waited for, in order; of this step, unless earlier ones have left some."""
+        """The syncs that were started and not waited for, in order; also of earlier steps, if these have left some."""
         return [*compress(self._order, map(_exchange_of, self._order))]
 
-    def _waits_for(self, syncs: Sequence[BucketSync]) -> Callable[[], None]:
-        """A function that waits for these, in order."""
+    def _wait_for(self, syncs: Sequence[BucketSync]) -> Callable[[], None]:
+        """A function that waits for these syncs, in order."""
         trace = self._ranks.shard.trace
         key = trace.is_profiling()
-        if len(syncs) < self._num or key not in self._receives:
-            waits = trace.sequence([(sync.waiting, sync.wait) for sync in syncs])
+        if len(syncs) < self._num or key not in self._wait_for_all:
+            waits = trace.sequence([(sync.wait_label, sync.wait) for sync in syncs])
             if len(syncs) < self._num:
                 return waits
-            self._receives[key] = waits
-        return self._receives[key]
+            self._wait_for_all[key] = waits
+        return self._wait_for_all[key]

@@ -1,7 +1,7 @@
 """The ranks of an optimizer, and their agreement that all of them succeeded.
 
 *Everyone* trains together; the *shard* ranks share one copy of the state; *replicas* hold the same shard. Without a
-shard group the shard ranks are everyone, and there are no replicas. With one, ::
+shard group the shard ranks are everyone, and there are no replicas. With shard groups::
 
     everyone:  0 1 2 3         DDP's ranks: agreement, errors of a step, whether gradients are averaged
     shard:     0 1 | 2 3       own the state once: sums to owners, syncs, norms, moves and gathers of state
@@ -11,7 +11,7 @@ Replicas take the same decisions, because they see the same sums to the last bit
 
 A rank that fails while its peers succeed would leave them waiting in the next collective. So code that can fail on only
 some ranks runs inside `Agreement`: at its end every rank reports whether it failed, and a digest of the facts that must
-be equal. A failed rank raises its own error and its peers raise one that names it; if digests differ, the details are
+be equal. A failed rank raises its own error, and its peers an error that names it; if digests differ, the details are
 exchanged and every rank raises the same error, which names the ranks and the parameter. Errors of a local step, and the
 options that the loop has given, travel in `StepErrors`, at the end of the step.
 """
@@ -34,7 +34,7 @@ from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.exchange import ROUND, ROUND_BITS, PointToPointExchange
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
-from ddp_zero.core.comm.ring import Background, RingWorker
+from ddp_zero.core.comm.ring import BackgroundJob, RingWorker
 from ddp_zero.core.local.arguments import check_group, is_process_group
 from ddp_zero.core.local.given_options import GivenOptions, OptionsSummary, written_options
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
@@ -140,9 +140,9 @@ def _first_difference(
         pair = expected_facts.get(fact, _NONE), facts.get(fact, _NONE)
         if pair[0] != pair[1]:
             return f"the same {fact}", *pair
-    for index, (one, other) in enumerate(zip(expected, structures, strict=False)):
-        if one != other:
-            return f"the same parameter {index}", _describe(one), _describe(other)
+    for index, (reference, structure) in enumerate(zip(expected, structures, strict=False)):
+        if reference != structure:
+            return f"the same parameter {index}", _describe(reference), _describe(structure)
     return "as many parameters", str(len(expected)), str(len(structures))
 
 
@@ -283,9 +283,9 @@ class StepErrors:
         self.has_local_error = self._in_flight is not None and self._in_flight.local_error is not None
 
 
-def options_differ(position: int, name: str, one: tuple[str | None, str], other: tuple[str | None, str]) -> str:
+def options_differ(position: int, name: str, here: tuple[str | None, str], there: tuple[str | None, str]) -> str:
     """The message about an option of a group, from two values, None if not known, and the ranks that have them."""
-    shown = " and ".join(f"{'another value' if value is None else value} on {rank}" for value, rank in (one, other))
+    shown = " and ".join(f"{'another value' if value is None else value} on {rank}" for value, rank in (here, there))
     return (
         f"Expected {name!r} of parameter group {position} to be the same on every rank, got {shown}. Set options alike "
         "on all ranks; a scheduler that decides by the loss needs the same loss on all of them, such as the mean. "
@@ -322,7 +322,7 @@ class Ranks:
 
     everyone: Communicator  # DDP's ranks
     shard: Communicator  # ranks that share one copy of the state; the same object as ``everyone`` without a shard group
-    # ranks that hold the same shards as this one; None without a shard group, or with a single one
+    # ranks that hold the same shards as this rank; None without shard groups, or with a single shard group
     replicas: Communicator | None = None
     _background: RingWorker | None = field(default=None, repr=False)
 
@@ -352,7 +352,7 @@ class Ranks:
             comm.abandon_ring_transfers()
         self._background = None
 
-    def run_in_background(self, job: Background) -> None:
+    def run_in_background(self, job: BackgroundJob) -> None:
         """Run a job in a thread, after the jobs started before."""
         if self._background is None:
             self._background = RingWorker(threads=1)
@@ -372,7 +372,7 @@ def build_ranks(
 
     Args:
         group: everyone; None for the default group.
-        shard_group: the ranks that share one copy of the state with this one; None for everyone.
+        shard_group: this rank and the ranks that share a copy of the state with it; None for everyone.
         device: device of this rank's parameters; see `Communicator`.
 
     Raises:
@@ -408,31 +408,32 @@ def build_ranks(
 def _use_separate_gathering_group(comm: Communicator) -> None:
     """All-gather parameters on a second process group: an earlier optimizer's if all ranks have one. A collective."""
     reference = _gathering_groups.get(comm.process_group)
-    found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
-    facts = comm.all_gather_ints([int(found is not None), _num_groups()])
-    if found is None or not all(is_known for is_known, _ in facts):
+    group, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
+    facts = comm.all_gather_ints([int(group is not None), _num_groups()])
+    if group is None or not all(is_known for is_known, _ in facts):
         # torch names a group by a rank's number of groups: names would differ, and the ranks would never meet
         if not is_whole_job and len({count for _, count in facts}) > 1:
             return
-        found = _new_group(comm, dist.get_process_group_ranks(comm.process_group))
-        _gathering_groups[comm.process_group] = weakref.ref(found)
-    # a group runs its collectives one after the other: on a single one a bucket's all-gather would delay the next
+        group = _new_group(comm, dist.get_process_group_ranks(comm.process_group))
+        _gathering_groups[comm.process_group] = weakref.ref(group)
+    # a group runs its collectives one after the other: on a single group a bucket's all-gather would delay the next
     # reduce-scatter. Each rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL
     # requires of communicators used concurrently
-    comm.gathering_group = found
+    comm.gathering_group = group
 
 
 def _replica_group(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
-    """This rank's group of replicas; reuses an earlier optimizer's if all ranks have one. A collective."""
+    """This rank's group of replicas, an earlier optimizer's if all ranks have its group. A collective."""
     me = everyone.global_rank(everyone.group_rank)
     replicas = next(ranks for ranks in groups.replicas() if me in ranks)
     # weak: a destroyed group must not be reused, and nothing here may keep it alive
     reference = _replica_groups.setdefault(shard_group, {}).get(replicas)
-    found = None if reference is None else reference()
-    are_known = all(flag for (flag,) in everyone.all_gather_ints([int(found is not None)]))
-    across = found if found is not None and are_known else build_replica_group(everyone, groups)
-    _replica_groups[shard_group][replicas] = weakref.ref(across)
-    return across
+    group = None if reference is None else reference()
+    are_known = all(flag for (flag,) in everyone.all_gather_ints([int(group is not None)]))
+    if group is None or not are_known:
+        group = build_replica_group(everyone, groups)
+    _replica_groups[shard_group][replicas] = weakref.ref(group)
+    return group
 
 
 def build_replica_group(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
@@ -450,14 +451,14 @@ def build_replica_group(everyone: Communicator, groups: ShardGroups) -> ProcessG
                 f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same "
                 "number of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-506]"
             )
-    found: ProcessGroup | None = None
+    own_group: ProcessGroup | None = None
     # in one order on every rank: torch numbers groups as they are created
     for replicas in groups.replicas():
         if is_whole_job or me in replicas:  # torch counts the groups of a job: all of its ranks call this, or members
             built = _new_group(everyone, replicas)
-            found = built if me in replicas else found
-    assert found is not None, "groups cover everyone"
-    return found
+            own_group = built if me in replicas else own_group
+    assert own_group is not None, "groups cover everyone"
+    return own_group
 
 
 def _new_group(comm: Communicator, members: Sequence[int]) -> ProcessGroup:

@@ -1,7 +1,7 @@
-"""Events of this rank: the last few thousand in a ring, and for each optimizer sums over all of them.
+"""Events of this rank: the last few thousand in a ring buffer, and for each optimizer sums over all its events.
 
 Each `Span` appends timestamps and annotations to a list of its own, by one call each. Events and sums are derived from
-these lists when they are read. Errors are passed to the functions registered with `when_failing`.
+these lists when they are read. Errors are passed to the functions registered with `on_failure`.
 
 Not chosen: a thread that samples (misses short waits, and knows nothing of messages); writing events as they come (each
 step would pay for it).
@@ -20,14 +20,14 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 CAPACITY = 1024
-"""Spans in a process's ring: a few thousand events."""
-MOST_UNREAD = 256  # spans that are in no sums yet
-SAMPLED = 64  # see `Recorder.when_ended`
+"""Spans in a process's ring buffer: a few thousand events."""
+MOST_UNREAD = 256  # spans that are not added up yet
+SAMPLED = 64  # see `Recorder.on_step_ended`
 
 
 class _Current(threading.local):
-    span: "Span | None" = None  # the innermost one of each thread
-    told: tuple[int, str] = (0, "")  # the last error that was told: when, and which
+    span: "Span | None" = None  # the innermost span of each thread
+    reported: tuple[int, str] = (0, "")  # time and text of the last error that was reported
 
     def __init__(self) -> None:
         _threads[threading.get_ident()] = self.__dict__  # called once by each thread
@@ -67,14 +67,14 @@ class Event:
 
 
 class Failure(NamedTuple):
-    """The note of an error in the event that goes on, with the name of the peer that it waited for."""
+    """Marks the event that goes on as failed, with the name of the peer that it waited for."""
 
     peer: str
 
 
 @dataclass(slots=True, eq=False)
 class Labels:
-    """The labels of acts in a row. ``phases`` begins with an empty one; that of an act without a label is empty."""
+    """The labels of consecutive acts. ``phases`` begins with an empty phase, as that of an act without a label."""
 
     recorder: "Recorder"
     phases: Sequence[str]
@@ -82,14 +82,14 @@ class Labels:
 
 
 class Span:
-    """Acts in a row: a run of a sequence, or what a `Label` encloses.
+    """Consecutive acts, with their times: a run of a `Recorder.sequence`, or the block that a `Label` encloses.
 
     Attributes:
-        log: the time when the first act began and those when acts ended; between them, of the act that goes on, the
-            messages that it waits for (str), bytes sent and received (tuple), errors (`Failure`).
-        peer: names the rank of the last message.
-        marks: of a device's clock, when the first act began and when acts with a label ended.
-        range: of a profiler.
+        log: the time when the first act began, and the time when each act ended; before that time, of the same act,
+            the messages that it waited for (str), bytes sent and received (tuple), errors (`Failure`).
+        peer: the name, or a function that returns it, of the peer of the last message.
+        marks: a device clock's marks, when the first act began and when acts with a label ended.
+        range: the open range of a profiler.
     """
 
     labels: Labels
@@ -101,8 +101,8 @@ class Span:
     range: AbstractContextManager[object] | None = None
 
     def events(self) -> list[Event]:
-        """Its events so far, in order. Another thread's may still change."""
-        labels, found, event = self.labels, list[Event](), None
+        """The span's events so far, in order; events of another thread's span may still change."""
+        labels, events, event = self.labels, list[Event](), None
         acts = zip(labels.phases[1:], labels.buckets, strict=True)
         for entry in [*self.log]:
             if isinstance(entry, int):
@@ -110,7 +110,7 @@ class Span:
                     event.ended, event.peer = entry, event.peer if event.failed else ""
                 phase, bucket = next(acts, ("", -1))
                 event = Event(labels.recorder.optimizer, self.step, phase, bucket, entry) if phase else None
-                found += [event] if event is not None else []
+                events += [event] if event is not None else []
             elif event is None:
                 continue
             elif isinstance(entry, str):
@@ -119,7 +119,7 @@ class Span:
                 event.failed, event.peer = True, entry.peer
             else:
                 event.sent, event.received = event.sent + entry[0], event.received + entry[1]
-        return found
+        return events
 
     def unfinished(self) -> Event | None:
         """The event that goes on, if there is one."""
@@ -130,15 +130,15 @@ class Span:
         return next(entry for entry in reversed(self.log) if isinstance(entry, int))
 
     def note(self, error: BaseException) -> None:
-        """Note an error in the event that goes on, if there is one, and tell of it."""
+        """Note an error in the event that goes on, if there is one, and report the error."""
         if (event := self.unfinished()) is not None:
             self.log.append(Failure(name_of(event.peer)))
-            self._tell(event, error)
+            self._report(event, error)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error: of the event that goes on, if there is one."""
+        """End the span with an error, which belongs to the event that goes on, if there is one."""
         labels, log, event, ended = self.labels, self.log, self.unfinished(), perf_counter_ns()
-        num = sum(isinstance(entry, int) for entry in log)  # acts that have begun
+        num = sum(isinstance(entry, int) for entry in log)  # of acts that have begun
         recorder = labels.recorder
         if num <= len(labels.buckets):
             failure = [] if event is None else [Failure(name_of(event.peer))]
@@ -147,18 +147,18 @@ class Span:
             self.labels, self.log = shorter, [*log, *failure, ended]
             recorder.unread.append(self)
         if event is not None:
-            self._tell(event, error)
+            self._report(event, error)
 
-    def _tell(self, event: Event, error: BaseException) -> None:
-        """Tell of an error once: it leaves each enclosing event as well."""
-        (at, told), which = current.told, f"{id(error)} {type(error).__name__}: {error}"
-        if told != which or at < event.begun:
-            current.told = perf_counter_ns(), which
-            self.labels.recorder.tell(event, error)
+    def _report(self, event: Event, error: BaseException) -> None:
+        """Report an error once, although it leaves each enclosing event as well."""
+        (at, reported), text = current.reported, f"{id(error)} {type(error).__name__}: {error}"
+        if reported != text or at < event.begun:
+            current.reported = perf_counter_ns(), text
+            self.labels.recorder.report(event, error)
 
 
 class Label(Labels):
-    """A reusable context: each entry is an event, this thread's innermost one. Threads may be in it concurrently."""
+    """A reusable context, also for several threads at once: each entry is an event, its thread's innermost event."""
 
     __slots__ = ()
 
@@ -178,7 +178,7 @@ class Label(Labels):
         if recorder.clock is not None:
             span.marks = [recorder.clock.mark()]
         span.log = [perf_counter_ns()]
-        RING.spans.append(span)
+        RECENT_SPANS.spans.append(span)
         current.span = span
         return span
 
@@ -193,7 +193,7 @@ class Label(Labels):
         # the peer's function may refer to a process group, which must not outlive its users
         current.span, span.outer, span.peer = span.outer, None, ""
         if recorder.unread[MOST_UNREAD:]:
-            recorder.add_up(0)
+            recorder.add_up()
         if span.marks is not None:
             span.marks.append(recorder.clock.mark())
             recorder.marked.append(span)
@@ -203,22 +203,22 @@ class Label(Labels):
 
 
 Act = tuple[Label | None, Callable[..., object]]
-"""A call, and the label of its event; None: it is none. It is given what its sequence is given."""
+"""The label of an event, or None for no event, and a function, called with the arguments of its sequence."""
 
 
-class Ring:
+class RecentSpans:
     """The last ``capacity`` spans of all threads, and those that have not ended."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.spans: deque[Span] = deque(maxlen=capacity)  # other threads append: copied before it is iterated
 
     def _all(self) -> Iterable[Span]:
-        """In the order in which they began, but for those that go on and were pushed out, which come first."""
-        unfinished = [span for thread in [*_threads.values()] for span in _outwards(thread.get("span"))]
+        """All spans in the order in which they began; spans that go on but were pushed out of the buffer come first."""
+        unfinished = [span for thread in [*_threads.values()] for span in _enclosing(thread.get("span"))]
         return dict.fromkeys([*reversed(unfinished), *self.spans])
 
     def events(self) -> list[Event]:
-        """Events of the ring, oldest first. Other threads' may still change."""
+        """Events of the buffered spans, oldest first; events of other threads may still change."""
         return sorted(chain.from_iterable(span.events() for span in self._all()), key=attrgetter("begun"))
 
     def newest_time(self) -> int:
@@ -228,13 +228,13 @@ class Ring:
 
 def note_failure(error: BaseException) -> None:
     """Note an error that does not leave this thread's innermost event."""
-    span = next((span for span in _outwards(current.span) if span.unfinished() is not None), None)
+    span = next((span for span in _enclosing(current.span) if span.unfinished() is not None), None)
     if span is not None:
         span.note(error)
 
 
-def one_by_one(acts: Iterable[Act], *given: Any) -> None:
-    """Do these acts, in this order, each within its label."""
+def run_acts(acts: Iterable[Act], *given: Any) -> None:
+    """Run these acts, in this order, each within its label."""
     for label, act in acts:
         if label is None:
             act(*given)
@@ -251,8 +251,8 @@ def name_of(peer: str | Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__})"
 
 
-def waits_for(message: str, peer: Callable[[], str]) -> None:
-    """Record the message that this thread's innermost event waits for; ``peer`` is called only for a record."""
+def record_wait(message: str, peer: Callable[[], str]) -> None:
+    """Record the message that this thread's innermost event waits for; ``peer`` is called only if that is read."""
     span = current.span
     if span is not None:
         # a function, not a name: naming a rank costs more than the event, and is needed only after a failure
@@ -262,10 +262,10 @@ def waits_for(message: str, peer: Callable[[], str]) -> None:
 
 def open_events() -> Iterator[Event]:
     """This thread's unfinished events, innermost first."""
-    return (event for span in _outwards(current.span) if (event := span.unfinished()) is not None)
+    return (event for span in _enclosing(current.span) if (event := span.unfinished()) is not None)
 
 
-def _outwards(span: Span | None) -> Iterator[Span]:
+def _enclosing(span: Span | None) -> Iterator[Span]:
     while span is not None:
         yield span
         span = span.outer
@@ -275,33 +275,33 @@ class Recorder:
     """Records events of one optimizer, and adds them up: nanoseconds on the host by phase, bytes sent and received."""
 
     def __init__(self) -> None:
-        self.when_ended: Callable[[], None] | None = None  # after the first three steps and every `SAMPLED`-th
+        self.on_step_ended: Callable[[], None] | None = None  # after the first three steps and every `SAMPLED`-th
         self.optimizer = next(_optimizers)  # tells this process's optimizers apart
         self.step = 1  # under way
-        self.at_end: dict[str, int] = {}  # `totals` at the end of the last step
-        self.before: dict[str, int] = {}  # and of the one before it
-        self.ended_at = self.began_at = 0  # when these two were
+        self.totals_at_end: dict[str, int] = {}  # `totals` at the end of the last step
+        self.totals_at_begin: dict[str, int] = {}  # `totals` at its beginning, the end of the step before
+        self.ended_at = self.began_at = 0  # the times of these totals
         self.skipped = 0
         self.snapshots: dict[str, float] = {}  # kept by `ddp_zero.snapshots`
         self.clock: Any = None  # `insight.stats.StreamClock`; without one the host's time counts
-        self._read: dict[str, int] = defaultdict(int, sent=0, received=0)  # the sums without `unread`
-        self.unread: list[Span] = []  # that have ended
-        self.marked: deque[Span] = deque(maxlen=CAPACITY)  # whose marks have not been read
-        self._one_adds = threading.RLock()  # a signal handler may read the sums
+        self._sums: dict[str, int] = defaultdict(int, sent=0, received=0)  # without `unread`
+        self.unread: list[Span] = []  # ended spans that are not added up yet
+        self.marked: deque[Span] = deque(maxlen=CAPACITY)  # spans whose marks have not been read
+        self._sums_lock = threading.RLock()  # a signal handler may read the sums
 
     def label(self, phase: str, bucket: int = -1) -> Label:
         """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, ("", phase), (bucket,))
 
     def sequence(self, acts: Iterable[Act]) -> Callable[..., None]:
-        """A function that does these acts, in this order, and leaves the events and sums of their labels.
+        """A function that runs these acts, in this order, and records the events and sums of their labels.
 
-        It costs the host one span, and a time for each act. Only a sequence that is made under a profiler shows it
-        ranges.
+        A run costs the host one span, and a timestamp for each act. Only a sequence that is made under a profiler opens
+        the profiler's ranges.
         """
         acts = tuple(acts)
         if self.is_profiling():
-            return partial(one_by_one, acts)
+            return partial(run_acts, acts)
         labels = Labels(
             self,
             ("", *("" if label is None else label.phase for label, _ in acts)),
@@ -313,7 +313,7 @@ class Recorder:
             outer, span, clock = current.span, Span(), perf_counter_ns
             span.labels, span.step, span.outer = labels, self.step, outer
             span.log = log = [clock()]
-            RING.spans.append(span)
+            RECENT_SPANS.spans.append(span)
             current.span = span
             try:
                 if self.clock is not None:
@@ -329,12 +329,12 @@ class Recorder:
             finally:
                 current.span, span.outer, span.peer = outer, None, ""
                 if self.unread[MOST_UNREAD:]:  # of a loop that takes no steps
-                    self.add_up(0)
+                    self.add_up()
 
         return run
 
     def _run_marked(self, span: Span, functions: Sequence[Callable[..., object]], given: tuple[Any, ...]) -> None:
-        """Do acts, and mark the ends of events on their device."""
+        """Run acts, and mark the ends of events on their device."""
         mark = self.clock.mark
         span.marks = marks = [mark()]
         try:
@@ -349,38 +349,44 @@ class Recorder:
     @property
     def totals(self) -> dict[str, int]:
         """The sums so far, with those of this thread's open events."""
-        return self.add_up(perf_counter_ns())
+        return self.totals_at(perf_counter_ns())
 
-    def add_up(self, now: int) -> dict[str, int]:
+    def totals_at(self, now: int) -> dict[str, int]:
         """`totals` at a time that has just passed."""
-        with self._one_adds:
-            spans = self.unread[:]
-            del self.unread[: len(spans)]  # other threads append
-            self._add(spans)
-            totals = self._read.copy()
+        with self._sums_lock:
+            self.add_up()
+            totals = self._sums.copy()
         span = current.span
         while span is not None:
-            for event in span.events() if span.labels.recorder is self else ():
-                totals[event.phase] += (event.ended or now) - event.begun
-                totals["sent"] += event.sent
-                totals["received"] += event.received
+            if span.labels.recorder is self:
+                for event in span.events():
+                    totals[event.phase] += (event.ended or now) - event.begun
+                    totals["sent"] += event.sent
+                    totals["received"] += event.received
             span = span.outer
         return totals
 
-    def _add(self, spans: Iterable[Span]) -> None:
-        """Add up spans that have ended: those of one kind at once, as a bucket costs half as much then."""
-        sums, moved = self._read, list[Any]()
+    def add_up(self) -> None:
+        """Move the ended spans from `unread` to the sums."""
+        with self._sums_lock:
+            spans = self.unread[:]
+            del self.unread[: len(spans)]  # other threads append
+            self._add_spans(spans)
+
+    def _add_spans(self, spans: Iterable[Span]) -> None:
+        """Add up ended spans, those with the same phases at once: a bucket costs half as much then."""
+        sums, moved = self._sums, list[Any]()
         runs: dict[Sequence[str], list[list[int]]] = defaultdict(list)  # times, by the phases between them
         for span in spans:
-            kinds = [*map(type, span.log)]
-            runs[span.labels.phases].append([*compress(span.log, map(is_, kinds, repeat(int)))])
-            moved += compress(span.log, map(is_, kinds, repeat(tuple)))
+            types = [*map(type, span.log)]
+            runs[span.labels.phases].append([*compress(span.log, map(is_, types, repeat(int)))])
+            moved += compress(span.log, map(is_, types, repeat(tuple)))
         for phases, times in runs.items():
             for phase, (begun, ended) in zip(phases[1:], pairwise(map(sum, zip(*times, strict=False))), strict=False):
                 sums[phase] += ended - begun
         sums.pop("", None)
-        for which, numbers in zip(("sent", "received"), zip(*moved, strict=True), strict=False):
-            sums[which] += sum(numbers)
+        for direction, numbers in zip(("sent", "received"), zip(*moved, strict=True), strict=False):
+            sums[direction] += sum(numbers)
 
     def is_profiling(self) -> bool:
         """True under a profiler; never in this torch-free base class."""
@@ -390,67 +396,67 @@ class Recorder:
         """An open range of the profiler."""
         raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
-    def tell(self, event: Event, error: BaseException) -> None:
+    def report(self, event: Event, error: BaseException) -> None:
         where = event.phase if event.bucket < 0 else f"{event.phase} of bucket {event.bucket}"
-        for tell in _told_of_errors:
-            tell(f"an error in {where}", f"{type(error).__name__}: {error}")
+        for callback in _failure_callbacks:
+            callback(f"an error in {where}", f"{type(error).__name__}: {error}")
 
     def add_bytes(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
         span = current.span
         if span is not None and span.labels.recorder is self:
             span.log.append((sent, received))
-        else:  # also of another optimizer, in whose event this one's messages are sent
-            with self._one_adds:
-                self._read["sent"] += sent
-                self._read["received"] += received
+        else:  # no event is open, or an event of another optimizer, in which this optimizer's messages are sent
+            with self._sums_lock:
+                self._sums["sent"] += sent
+                self._sums["received"] += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
         """End a step, taken or skipped. Open events of this thread count up to now, and from now in the next step."""
         self.step += 1
         self.skipped += not stepped
-        self.before, self.at_end = self.at_end, self.add_up(now)
+        self.totals_at_begin, self.totals_at_end = self.totals_at_end, self.totals_at(now)
         self.began_at, self.ended_at = self.ended_at, now
-        if self.when_ended is not None and ((ended := self.step - 1) <= 3 or ended % SAMPLED == 0):
-            self.when_ended()
+        if self.on_step_ended is not None and ((ended := self.step - 1) <= 3 or ended % SAMPLED == 0):
+            self.on_step_ended()
 
-    def on_device(self) -> list["Interval"]:
-        """Intervals completed on the device since the last call, in order.
+    def take_intervals(self) -> list["Interval"]:
+        """The intervals that the device has completed since the last call, in order.
 
-        Does not wait: a later call returns the remaining ones, unless they exceed the capacity.
+        Does not wait: a later call returns the remaining intervals, unless they exceed the capacity.
         """
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         while self.marked and self.clock is not None:
             span = self.marked[0]
             marks = [*pairwise(span.marks or ())]
             seconds = [*itertools.starmap(self.clock.seconds, marks)]
             if None in seconds:
                 break
-            found += [
-                Interval(phase, span.step, taken, self.clock.is_beside(begun))
+            intervals += [
+                Interval(phase, span.step, taken, self.clock.is_on_side_stream(begun))
                 for phase, taken, (begun, _) in zip(filter(None, span.labels.phases), seconds, marks, strict=False)
             ]
             self.marked.popleft().marks = None
-        return found
+        return intervals
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Time on a device; ``is_beside`` if the training loop did not wait for its stream."""
+    """The time of an event on a device; ``is_on_side_stream`` if the training loop did not wait for its stream."""
 
     phase: str
     step: int
     seconds: float = 0.0
-    is_beside: bool = False
+    is_on_side_stream: bool = False
 
 
-def when_failing(tell: Callable[[str, str], object]) -> None:
+def on_failure(callback: Callable[[str, str], object]) -> None:
     """Register a function of a reason and an error, as text, to be called when an event ends with an error."""
-    _told_of_errors.append(tell)
+    _failure_callbacks.append(callback)
 
 
-RING = Ring()
-"""Events of this process."""
+RECENT_SPANS = RecentSpans()
+"""The last spans of this process."""
 
 _optimizers = itertools.count()
-_told_of_errors: list[Callable[[str, str], object]] = []
+_failure_callbacks: list[Callable[[str, str], object]] = []

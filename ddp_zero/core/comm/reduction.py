@@ -343,7 +343,7 @@ def prepare_reduction(
     replicas = ranks.replicas
 
     def start(out: Tensor) -> HierarchicalReduction:
-        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+        # with the round as it is now: a thread that goes on after `opt.reset()` must send nothing in the next round
         current = (*subject, replicas.round)
         within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
         return HierarchicalReduction(ranks, within, whole, out, recv_buffer, current)

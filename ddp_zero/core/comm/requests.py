@@ -1,4 +1,4 @@
-"""Requests of one rank to another beside training, by the job's store; large answers come on a Gloo group of the two.
+"""Requests between two ranks beside training, by the job's store; large answers come on a Gloo group of these two.
 
 A thread of each process, its listener, waits in the store for a key. A rank that asks sets the key, with the request,
 and finds the answer under a key of its own. If the answer is large, both ranks build a group for it alone, and drop it
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.groups import job_store_of
-from ddp_zero.core.comm.serving import has_failed, start_serving, watch_the_end
+from ddp_zero.core.comm.serving import has_failed, start_serving, watch_script_end
 from ddp_zero.core.comm.tracing import logger
 
 NAME = "ddp_zero state"
@@ -49,19 +49,19 @@ class Connection:
     receiver must know the size of a message, and a small block is a single one.
 
     Args:
-        store: of this connection alone.
-        rank: this end's, in the group of two: 0 or 1.
-        time_out: seconds without progress.
+        store: a store that only this connection uses.
+        rank: this end's rank in the group of two: 0 or 1.
+        time_out: seconds without progress after which it breaks.
     """
 
     def __init__(self, store: Store, rank: int, time_out: float) -> None:
         self._other = 1 - rank
         self._limit = timedelta(seconds=time_out)
         self._head = memoryview(bytearray(_HEAD_BYTES))
-        self._staged = memoryview(b"")  # received, and not given out
-        self._missing = 0  # bytes of the present block
+        self._staged = memoryview(b"")  # received bytes that `recv_into` has not returned yet
+        self._missing = 0  # bytes of the present block that are not received yet
         with _as_os_errors():
-            # a message would keep the time-out of the group, and is given its own
+            # messages would inherit this short time-out for connecting: each wait is given the connection's
             self._gloo: Any = dist.ProcessGroupGloo(
                 store, rank, 2, min(self._limit, timedelta(seconds=_CONNECT_SECONDS))
             )
@@ -78,11 +78,11 @@ class Connection:
             self._wait([self._gloo.send([_tensor(part)], self._other, _SENT) for part in parts])
 
     def recv_into(self, memory: memoryview) -> int:
-        """Fill the beginning of this memory. Returns how much."""
+        """Receive into the beginning of this memory. Returns the number of bytes."""
         if not self._staged and not self._missing:
             self._begin_block()
         if not self._staged:
-            # as many messages as fit, or one to give out in parts
+            # receive as many messages as fit, or stage a single message that later calls return in parts
             fits = self._missing if self._missing <= len(memory) else len(memory) // _CHUNK_BYTES * _CHUNK_BYTES
             target = memory[:fits] if fits else memoryview(bytearray(min(self._missing, _CHUNK_BYTES)))
             self._missing -= len(target)
@@ -97,7 +97,7 @@ class Connection:
 
     def abort(self) -> None:
         """End sends and receives of other threads on this connection, with an error there."""
-        with suppress(AttributeError, RuntimeError):  # it is closed, or broken already
+        with suppress(AttributeError, RuntimeError):  # the connection is closed, or broken already
             # Gloo's own `abort` ends no wait; a wait that times out ends all others of its group
             self._gloo.recv([torch.empty(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -130,7 +130,7 @@ def _chunks(memory: memoryview) -> Iterator[memoryview]:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Errors of Gloo and of the store as a socket would raise them."""
+    """Turn errors of Gloo and of the store into the OSError that a socket would raise."""
     try:
         yield
     except RuntimeError as error:
@@ -142,7 +142,7 @@ class Request:
     """A request of another rank.
 
     Attributes:
-        frame: its content.
+        frame: the content of the request.
     """
 
     def __init__(self, listener: "Listener", key: str, frame: Frame) -> None:
@@ -160,8 +160,8 @@ class Request:
             connection.recv_into(memoryview(bytearray(1)))  # a connection that is closed loses what is under way
 
 
-class Answers(Protocol):
-    """An object that answers other ranks."""
+class RequestHandler(Protocol):
+    """An object that answers requests of other ranks."""
 
     def answer(self, request: Request) -> None:
         """Answer a request, in a thread of its own."""
@@ -173,20 +173,20 @@ class Listener:
     A process has a single listener: `listen` finds it.
 
     Args:
-        store: of the job.
-        has_server: whether this process may have the store's server.
+        store: the job's store.
+        has_server: whether the store's server may run in this process.
     """
 
     def __init__(self, store: Store, has_server: bool = False) -> None:
-        self.store = store  # kept: one rank's has the server, which would go with `destroy_process_group`
+        self.store = store  # kept alive: on one rank it has the server, which `destroy_process_group` would end
         self.is_closed = False
         self._name = uuid.uuid4().hex
-        # of its own: a wait on a client holds up its other requests
+        # two clients: while one thread waits on a client, no other thread can use that client
         self._client, listening = _client_of(store), _client_of(store)
         self._is_remote = isinstance(store, TCPStore)
         self._has_server = has_server
         self._process = os.getpid()
-        self._answering: dict[int, weakref.ref[Answers]] = {}
+        self._handlers: dict[int, weakref.ref[RequestHandler]] = {}
         self._count = 0
         self._connections, self._spare = set[Connection](), list[Store]()
         if self._is_remote:
@@ -199,16 +199,17 @@ class Listener:
     def ask(self, address: str, request: Frame) -> tuple[Frame, str]:
         """The answer of a rank, and the key of the connection that it may offer. Raises OSError if the rank is gone."""
         key = self.post(address, request)
-        return self.answer_to(key, address, time.monotonic() + ANSWER_SECONDS), key
+        return self.await_answer(key, address, time.monotonic() + ANSWER_SECONDS), key
 
     def post(self, address: str, request: Frame) -> str:
-        """Ask a rank, and do not wait. Returns the key of the answer."""
+        """Send a request, without waiting. Returns the key of the answer."""
         key, (listener, _, number) = uuid.uuid4().hex, address.partition("/")
         with _as_os_errors():
-            self._put(listener, {"to": int(number), "key": key, "asks": request})
+            self._enqueue(listener, {"to": int(number), "key": key, "asks": request})
         return key
 
-    def answer_to(self, key: str, address: str, deadline: float) -> Frame:
+    def await_answer(self, key: str, address: str, deadline: float) -> Frame:
+        """Wait for the answer with this key. Raises ConnectionRefusedError if the rank is gone."""
         answered, closed = [_answer_key(key)], [_closed_key(address.partition("/")[0])]
         pause, longest = _POLL_SECONDS
         with _as_os_errors():
@@ -220,11 +221,11 @@ class Listener:
                     raise ConnectionRefusedError(message)
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-            return self._take(_answer_key(key))
+            return self._pop(_answer_key(key))
 
     @contextmanager
     def connection_to(self, key: str, time_out: float) -> Iterator[Connection]:
-        """The connection that an answer has offered: for receiving from it."""
+        """The connection that an answer has offered, to receive from."""
         with self.connection(key, 0, time_out) as connection:
             yield connection
             connection.sendall(memoryview(bytearray(1)))
@@ -234,7 +235,7 @@ class Listener:
 
     @contextmanager
     def connection(self, key: str, rank: int, time_out: float) -> Iterator[Connection]:
-        # a client of the store for each at a time: it waits for the other's address, and two ranks may ask each other
+        # a client for each open connection: it waits for the other's address, and two ranks may ask each other at once
         client = self._spare_client()
         connection = Connection(PrefixStore(key, client), rank, time_out)
         self._connections.add(connection)
@@ -254,7 +255,7 @@ class Listener:
         return _client_of(self.store)
 
     def has_left(self, address: str) -> bool:
-        """True if a rank asks nobody any more, or waits for ranks that have left."""
+        """True if a rank has left: it sends no more requests, or waits for ranks that have left."""
         with _as_os_errors():
             return bool(self._client.check([_left_key(address)]))
 
@@ -266,60 +267,61 @@ class Listener:
         with _as_os_errors():
             self._client.set(key, json.dumps(frame))
 
-    def _put(self, listener: str, request: Frame) -> None:
-        # a number of its own for each: several ranks may ask at a time
+    def _enqueue(self, listener: str, request: Frame) -> None:
+        # numbered by the store: several ranks may send a request at the same time
         self.set(_request_key(listener, self._client.add(_request_count_key(listener), 1)), request)
 
-    def _take(self, key: str) -> Frame:
-        found: Frame = json.loads(self._client.get(key))
+    def _pop(self, key: str) -> Frame:
+        frame: Frame = json.loads(self._client.get(key))
         self._client.delete_key(key)
-        return found
+        return frame
 
     # Being asked
 
-    def admit(self, answers: Answers) -> str:
-        """Let other ranks ask an object, held weakly. Returns its address."""
+    def register(self, handler: RequestHandler) -> str:
+        """Let other ranks send requests to an object, held weakly. Returns the address of the object."""
         self._count += 1
-        self._answering[self._count] = weakref.ref(answers)
-        weakref.finalize(answers, self._forget, self._count).atexit = False
+        self._handlers[self._count] = weakref.ref(handler)
+        weakref.finalize(handler, self._forget, self._count).atexit = False
         return f"{self._name}/{self._count}"
 
     def _forget(self, number: int) -> None:
         with _listeners_lock:
-            self._answering.pop(number, None)
-            if self._answering or self.is_closed or self._process != os.getpid():
+            self._handlers.pop(number, None)
+            if self._handlers or self.is_closed or self._process != os.getpid():
                 return
             self.is_closed = True
         with suppress(RuntimeError):  # the interpreter is about to end
             start_serving(NAME, self._wake_to_close)
 
     def close(self) -> None:
-        """End the thread, before the interpreter ends; after an error of the script, other threads' connections."""
+        """End the thread before the interpreter ends; after an error of the script, break all connections too."""
         self.is_closed = True
         self._wake_to_close()
         self.thread.join(_LAST_SECONDS)
-        for connection in list(self._connections) if has_failed.is_set() else ():
-            connection.abort()
+        if has_failed.is_set():
+            for connection in list(self._connections):
+                connection.abort()
 
     def _wake_to_close(self) -> None:
         with suppress(OSError, RuntimeError):  # the store is gone, and with it the thread
             self._client.set(_closed_key(self._name), "")
             if self._is_remote:
-                self._put(self._name, {})
+                self._enqueue(self._name, {})
 
     def _listen(self, listening: Store) -> None:
         number = 1
         with suppress(RuntimeError):  # the job's store is gone, and with it the job
             while self._has_request(listening, _request_key(self._name, number)):
-                if request := self._take(_request_key(self._name, number)):
-                    with suppress(RuntimeError):  # there can be no more threads
+                if request := self._pop(_request_key(self._name, number)):
+                    with suppress(RuntimeError):  # no more threads can start
                         start_serving(NAME, partial(self._serve, request))
                 number += 1
             self._await_others()
 
     def _has_request(self, listening: Store, key: str) -> bool:
         while not self.is_closed:
-            if not self._is_remote:  # its wait asks a file as often, and is not to be ended
+            if not self._is_remote:  # its `wait` polls a file as often, and cannot be interrupted
                 if listening.check([key]):
                     return True
                 time.sleep(_POLL_SECONDS[1])
@@ -327,12 +329,12 @@ class Listener:
             try:
                 listening.wait([key], LONGEST_WAIT)
                 return not self.is_closed
-            except dist.DistStoreError:  # has waited for so long
+            except dist.DistStoreError:  # `LONGEST_WAIT` has passed
                 continue
         return False
 
     def _await_others(self) -> None:
-        """On the rank that has the store's server, keep it until no other rank waits in it: torch would tell."""
+        """Keep the store's server, on its rank, until no other rank waits on it: torch would print errors there."""
         if self._is_remote:
             others, deadline = self._client.add(_OPEN_LISTENERS, -1), time.monotonic() + _CLOSING_SECONDS
             while self._has_server and others > 0 and time.monotonic() < deadline:
@@ -341,13 +343,13 @@ class Listener:
                 others = self._client.add(_OPEN_LISTENERS, 0)
 
     def _serve(self, request: Frame) -> None:
-        reference = self._answering.get(request["to"])
-        answers = None if reference is None else reference()
+        reference = self._handlers.get(request["to"])
+        handler = None if reference is None else reference()
         try:
-            if answers is not None:
-                answers.answer(Request(self, request["key"], request["asks"]))
+            if handler is not None:
+                handler.answer(Request(self, request["key"], request["asks"]))
         except (OSError, EOFError):
-            pass  # the rank that asks has hung up, or reports it
+            pass  # the rank that asks has closed the connection, or reports the error itself
         except Exception as error:
             logger.warning(
                 "A call for optimizer state was refused: %s. [ZERO-513]", f"{type(error).__name__}: {error}".rstrip(".")
@@ -355,24 +357,24 @@ class Listener:
 
 
 _OPEN_LISTENERS = "listeners"
-_listeners_lock = threading.RLock()  # a finalizer may run within
+_listeners_lock = threading.RLock()  # reentrant: a finalizer may run while the lock is held
 _listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-def listen(group: ProcessGroup, answers: Answers) -> tuple[Listener, str]:
-    """Let other ranks of the job ask an object, held weakly. Returns this process's listener, the object's address.
+def listen(group: ProcessGroup, handler: RequestHandler) -> tuple[Listener, str]:
+    """Let other ranks of the job send requests to an object, held weakly. Returns its listener and its address.
 
-    Raises RuntimeError if the group has no store for that.
+    Raises RuntimeError if the group has no store.
     """
     store = job_store_of(group)
     while True:
         # without the lock: a finalizer in the thread that it starts would wait for it
         listener = _listener_in(store)
         with _listeners_lock:
-            address = listener.admit(answers)
-            if not listener.is_closed:  # by a finalizer meanwhile
+            address = listener.register(handler)
+            if not listener.is_closed:  # a finalizer may have closed it meanwhile
                 break
-    watch_the_end(_close_listeners)
+    watch_script_end(_close_listeners)
     return listener, address
 
 
@@ -380,7 +382,7 @@ def _listener_in(store: Store) -> Listener:
     for listener in list(_listeners):
         if listener.store is store and not listener.is_closed and listener._process == os.getpid():
             return listener
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)  # torchrun's
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)  # the server is in torchrun's agent
     listener = Listener(store, has_server=dist.get_rank() == 0 and not is_agents)
     _listeners.add(listener)
     return listener
@@ -393,9 +395,9 @@ def _close_listeners() -> None:
 
 
 def _client_of(store: Any) -> Store:
-    """A connection of its own to the store."""
+    """A further client of the store, with its own connection."""
     limit = timedelta(seconds=ANSWER_SECONDS)
-    if isinstance(store, TCPStore):  # a clone would try for the time-out of its original if the server is gone
+    if isinstance(store, TCPStore):  # a clone of a store whose server is gone would try until that store's time-out
         client: Store = TCPStore(store.host, store.port, None, False, limit, wait_for_workers=False)
     else:
         client = store.clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.core.comm.exchange import await_background_job, wait_in_background, wait_mode
-from ddp_zero.core.comm.recorder import waits_for
+from ddp_zero.core.comm.recorder import record_wait
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
 from ddp_zero.error_codes import coded
 
@@ -27,7 +27,7 @@ _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 LEAST_BYTES, MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
 _THREADS = 2
 
-Job = TypeVar("Job", bound="Background")
+Job = TypeVar("Job", bound="BackgroundJob")
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Neighbours:
     limit: timedelta  # of a wait without progress
 
 
-class Background(Protocol):
-    """A job for a `RingWorker`."""
+class BackgroundJob(Protocol):
+    """A job that a thread of a `RingWorker` runs."""
 
     def run(self) -> None:
-        """Do the work; may raise."""
+        """Run to the end, or raise."""
 
     def fail(self, error: RuntimeError) -> None:
         """Take the error of `run`, or of an earlier job in the thread."""
@@ -56,11 +56,11 @@ class RingTransfer:
 
     Args:
         schedule: this rank's chunks in order.
-        segments: 1-D contiguous, one per rank. A gather writes all but this rank's. A sum destroys them; this rank's
-            then holds the sum.
+        segments: 1-D contiguous, one per rank. A gather writes all but this rank's segment. A sum destroys them all,
+            and writes this rank's sum to its segment.
         recv_buffer: of a sum, 1-D, of the dtype of the segments, at least `ring_recv_numel` elements; None for a
             gather, which receives in place.
-        factor: a sum multiplies this rank's part by it beforehand.
+        factor: a sum multiplies this rank's part by this factor beforehand.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class RingTransfer:
         self._has_received = threading.Event()
 
     def wait(self, what: str) -> None:
-        """As `Exchange.wait`."""
-        waits_for(what, self._neighbours.before)
+        """Block as `Exchange.wait` does."""
+        record_wait(what, self._neighbours.before)
         peer = self._neighbours.before
         try:
             if self._error is None:
                 await_background_job(self._has_received, self._neighbours.limit)
             error = self._error
             if self._sends and error is None:
-                waits_for(what, self._neighbours.after)
+                record_wait(what, self._neighbours.after)
             # peers still read these chunks: the segments may change only after all sends
             while self._sends and error is None:
                 peer = self._neighbours.after
                 self._sends[0].wait(self._neighbours.limit)
                 self._sends.popleft()
-        except RuntimeError as found:
-            self._error = error = found  # a failed send counts as completed: a second wait would pass over it
+        except RuntimeError as failure:
+            self._error = error = failure  # a failed send counts as completed: a second wait would pass over it
         if error is not None:
             message = (
                 f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}."
@@ -116,12 +116,12 @@ class RingTransfer:
         # several receives ahead, so that the rank before never waits for this thread
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
-            work, landed = posted.popleft()
+            work, received = posted.popleft()
             wait_in_background(work)
-            total = landed
+            total = received
             if self._recv_buffer is not None:
-                # summed into the own segment, from where it is sent: the slot is free for the next receive at once
-                total = self._own_part(chunk).add_(landed)
+                # summed into this rank's copy, which is sent on: the slot is free for the next receive at once
+                total = self._own_part(chunk).add_(received)
             if position < schedule.passed_on:
                 self._send(total)
             # reuses the slot of this chunk, which has been added up
@@ -132,11 +132,11 @@ class RingTransfer:
     def _receive(self, position: int) -> tuple[Work, Tensor]:
         chunk = self._schedule.received[position]
         if self._recv_buffer is None:
-            landed = self._window(chunk)
+            received = self._window(chunk)
         else:
             slot = position % _RECEIVES_AHEAD * (self._recv_buffer.numel() // _RECEIVES_AHEAD)
-            landed = self._recv_buffer[slot : slot + chunk.stop - chunk.start]
-        return self._neighbours.receive(landed.view(torch.uint8)), landed
+            received = self._recv_buffer[slot : slot + chunk.stop - chunk.start]
+        return self._neighbours.receive(received.view(torch.uint8)), received
 
     def _send(self, tensor: Tensor) -> None:
         self._sends.append(self._neighbours.send(tensor.view(torch.uint8)))
@@ -150,15 +150,15 @@ class RingTransfer:
 
 
 class RingWorker:
-    """Runs transfers in threads. After an error in a transfer, all later ones in its thread fail with it."""
+    """Runs transfers in threads. After an error in a transfer, all later transfers in its thread fail with it."""
 
     def __init__(self, threads: int = _THREADS) -> None:
-        self._queues: deque[queue.SimpleQueue[Background | None]] = deque()
-        # two threads in turn, so that the link is not idle at the end of a transfer: one begins the next transfer while
-        # the other still receives. Each runs its own in order of their start, the same on every rank
+        self._queues: deque[queue.SimpleQueue[BackgroundJob | None]] = deque()
+        # two threads in turn, so that the link is not idle at the end of a transfer: a thread begins the next transfer
+        # while the other still receives. Each runs its transfers in order of their start, the same on every rank
         for _ in range(threads):
-            transfers: queue.SimpleQueue[Background | None] = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(transfers,), name="ddp_zero ring", daemon=True).start()
+            transfers: queue.SimpleQueue[BackgroundJob | None] = queue.SimpleQueue()
+            threading.Thread(target=_run_jobs, args=(transfers,), name="ddp_zero ring", daemon=True).start()
             weakref.finalize(self, transfers.put, None)
             self._queues.append(transfers)
 
@@ -180,20 +180,21 @@ def ring_recv_numel(sizes: Sequence[int], itemsize: int) -> int:
     return _RECEIVES_AHEAD * ring_chunk(sizes, itemsize)
 
 
-def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
+def _run_jobs(transfers: "queue.SimpleQueue[BackgroundJob | None]") -> None:
     error: RuntimeError | None = None
     wait_mode.is_in_background = True
     while (transfer := transfers.get()) is not None:
         if error is None:
             try:
                 transfer.run()
-            except Exception as found:
-                error = found if isinstance(found, RuntimeError) else RuntimeError(f"{type(found).__name__}: {found}")
+            except Exception as failure:
+                name = type(failure).__name__
+                error = failure if isinstance(failure, RuntimeError) else RuntimeError(f"{name}: {failure}")
         if error is not None:
             transfer.fail(error)
         # a transfer kept while the thread waits would keep its process group alive
         del transfer
 
 
-unfinished: set[Background] = set()
-"""Kept until their `wait`: peers may still read and write their memory, see `Exchange`."""
+unfinished: set[BackgroundJob] = set()
+"""Transfers and jobs, kept until their `wait`: peers may still read and write their memory, see `Exchange`."""

@@ -9,7 +9,7 @@ class _Worker:
 
 
 def watch_worker() -> None:
-    """Notice an error that ends a worker of `multiprocessing`. To be called once in each process."""
+    """Watch for an error that ends a worker of `multiprocessing`. To be called once in each process."""
     # such a process prints its own traceback and sets no `sys.last_value`; its finalizers run while the exception is
     # handled
     Finalize(None, _note_error, exitpriority=100)

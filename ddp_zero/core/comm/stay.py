@@ -1,4 +1,4 @@
-"""Ranks that leave: each stays until no other can ask any more.
+"""Ranks that leave: each process stays until no other rank can ask any more.
 
 In ``if rank == 0: torch.save(opt.state_dict(), ...)`` at the end of a script the other ranks have nothing left to do,
 and must still answer. A rank leaves when its optimizer is dropped or its script has ended: it notes that in the store,
@@ -18,7 +18,7 @@ from ddp_zero.core.comm.requests import ANSWER_SECONDS, Listener
 from ddp_zero.core.comm.serving import drop, has_failed, keep, start_serving
 
 UNTIL = "until"
-"""Key of a request of a rank that has left."""
+"""Key of the request by which a rank that has left asks whether a peer is still alive."""
 
 LOOK_SECONDS, _LOOKS = 1.0, 5
 _POLL_SECONDS = 0.005, 0.25
@@ -33,8 +33,8 @@ class Stay:
     """Keeps an object that answers until no peer can ask any more, for at most ``time_out`` seconds.
 
     Args:
-        listener: of this process.
-        mine: the object's address.
+        listener: this process's listener.
+        mine: the address of the object.
         peers: the addresses of the same object on other ranks.
         time_out: seconds.
         pending: returns the number of a change that was issued and that the devices have not begun, or None.
@@ -51,7 +51,7 @@ class Stay:
         self._listener, self._mine, self._peers = listener, mine, peers
         self._time_out = time_out
         self._pending = pending
-        self._leaves = threading.Event()
+        self._has_left = threading.Event()
         self._is_asked_to_leave = False
         self._process = os.getpid()
 
@@ -61,11 +61,11 @@ class Stay:
         weakref.finalize(owner, self.leave).atexit = False
 
     def leave(self) -> None:
-        """Note it, and stay until no peer can ask. Returns at once."""
-        # only once, and not in a fork: the peers wait for the parent
-        if self._leaves.is_set() or os.getpid() != self._process:
+        """Note that this rank leaves, and stay in a thread until no peer can ask. Returns at once."""
+        # only once, and not in a forked process: the peers wait for the parent
+        if self._has_left.is_set() or os.getpid() != self._process:
             return
-        self._leaves.set()
+        self._has_left.set()
         try:
             start_serving("ddp_zero stay", self._stay)
         except RuntimeError:  # the interpreter is about to end
@@ -73,16 +73,16 @@ class Stay:
 
     def give_up(self) -> None:
         """After an error of the script: note that this rank has left, and stay no longer."""
-        self._leaves.set()
+        self._has_left.set()
         with suppress(OSError):
             self._listener.note_left(self._mine)
         drop(self)
 
-    def let_go(self) -> None:
-        """A peer has left, and stays for this rank: watch this rank's script, in a thread."""
+    def note_peer_left(self) -> None:
+        """A peer has left, and stays for this rank: watch this rank's script in a thread, until it leaves too."""
         if not self._is_asked_to_leave:
             self._is_asked_to_leave = True
-            with suppress(RuntimeError):  # it has just left
+            with suppress(RuntimeError):  # the script has just ended
                 start_serving("ddp_zero stay", self._watch)
 
     def _watch(self) -> None:
@@ -92,10 +92,10 @@ class Stay:
 
     def wait_until_it_leaves(self) -> None:
         """Block until this rank leaves, or its script waits for other ranks."""
-        # a script that stays at one instruction of a collective may be waiting for the very rank that waits here: give
-        # up, or both would wait for the time-out
+        # a script that stays at the same instruction of a collective may be waiting for the very rank that waits here:
+        # give up, or both ranks would wait for the time-out
         before, looks = None, 0
-        while looks < _LOOKS and not self._leaves.wait(LOOK_SECONDS):
+        while looks < _LOOKS and not self._has_left.wait(LOOK_SECONDS):
             place = _waiting_at(self._pending())
             looks = looks + 1 if place is not None and place == before else 0
             before = place
@@ -107,7 +107,7 @@ class Stay:
         drop(self)
 
     def _await_peers(self) -> None:
-        # most leave at about the same moment: the others are asked after a while, and those that are alive again
+        # most peers leave at about the same moment: after a while the remaining peers are asked whether they are alive
         now = time.monotonic()
         deadline, next_question = now + self._time_out, now + LOOK_SECONDS
         present = list(self._peers)
@@ -124,14 +124,14 @@ class Stay:
             pause = min(2 * pause, longest)
 
     def _alive(self, peers: Sequence[str]) -> list[str]:
-        """Those peers that answer, which they do for as long as they are there."""
+        """The peers that answer, as each does until it has left."""
         asked = [(peer, self._listener.post(peer, {UNTIL: "you leave"})) for peer in peers]
         deadline = time.monotonic() + ANSWER_SECONDS
         return [peer for peer, key in asked if self._is_answered(key, peer, deadline)]
 
     def _is_answered(self, key: str, peer: str, deadline: float) -> bool:
         try:
-            self._listener.answer_to(key, peer, deadline)
+            self._listener.await_answer(key, peer, deadline)
         except ConnectionRefusedError:
             return False
         return True
@@ -140,11 +140,11 @@ class Stay:
 def _waiting_at(pending: int | None) -> tuple[int, int, int | None] | None:
     """Frame and instruction at which the script waits for other ranks, and the pending work; None if it does not.
 
-    Where work is pending it may wait for that anywhere, as in ``loss.item()``.
+    While devices have work pending, the script may wait for that work at any line, as in ``loss.item()``.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_globals.get("__name__") == threading.__name__:
-        frame = frame.f_back  # for another thread, on behalf of its caller
+        frame = frame.f_back  # a wait for another thread counts as its caller's
     if frame is None or (pending is None and not frame.f_globals.get("__name__", "").startswith(WAITING_IN)):
         return None
     return id(frame), frame.f_lasti, pending

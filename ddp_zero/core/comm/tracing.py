@@ -1,4 +1,4 @@
-"""The library's logger and warnings, and its labels: each is an event of the flight record, profiled as a range."""
+"""The library's logger, its warnings, and `Trace`: events of the flight record that a profiler shows as ranges."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ _INSIDE = ("ddp_zero", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the nearest one outside of this library, of torch and of their decorators."""
+    """Warn at the user's line: the nearest line outside of this library, of torch and of their decorators."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         frame, level = frame.f_back, level + 1
@@ -23,7 +23,7 @@ def warn(message: str) -> None:
 
 
 class Trace(Recorder):
-    """The events of one optimizer. Their range names in a profiler are part of the interface."""
+    """Records the events of one optimizer. The names of their profiler ranges are part of the interface."""
 
     is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 

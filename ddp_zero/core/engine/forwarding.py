@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.comm.recorder import one_by_one
+from ddp_zero.core.comm.recorder import run_acts
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.parameters import PublishedGradients
@@ -106,7 +106,7 @@ def _share_written(shard: Shard, written: list[int], has_state: bool) -> None:
         sync = shard.binding.sync
         try:
             for bucket in shard.plan.buckets:
-                one_by_one(sync.acts(bucket.index), PublishedGradients(params))
+                run_acts(sync.acts(bucket.index), PublishedGradients(params))
             shard.end_syncs()
         except BaseException:
             sync.abandon()

@@ -214,7 +214,7 @@ class _Answers:
 
 def _question() -> str:
     listener, answers = Listener(HashStore()), _Answers()
-    _, key = listener.ask(listener.admit(answers), {})
+    _, key = listener.ask(listener.register(answers), {})
     with listener.connection_to(key, _SECONDS) as connection:
         connection.recv_into(memoryview(bytearray(1)))
     return "a Gloo group of two was built and dropped"

@@ -1,9 +1,9 @@
-"""The bytes of accelerators' memory, for a thread that must not wait for work that the script has issued.
+"""Reads accelerators' memory in a thread that must not wait for work that the script has issued.
 
 The script's streams may stand behind a collective that a peer has yet to join, and the peer may be waiting for this
-very answer. So nothing here is issued on them or waits for them; nothing allocates or frees memory of a device or
-pinned memory, which can wait for the whole device; and nothing is computed there: bytes are copied, on a stream of this
-file's own, through pinned memory that was there before.
+very answer. So this file issues nothing on the script's streams and waits for none of them; it neither allocates nor
+frees memory of a device or pinned memory, which can wait for the whole device; and it computes nothing on a device: it
+copies bytes, on a stream of its own, through pinned memory allocated before.
 """
 
 import threading
@@ -20,18 +20,18 @@ _CHUNK_BYTES = 4 << 20
 
 
 class _Reader:
-    """Copies a device's memory to the host; of any number of threads, one at a time."""
+    """Copies a device's memory to the host, for one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        # torch hands out a few streams in turn: others of this priority are rare, so that none of the script's is this
+        # torch hands out a few streams in turn; this priority is rare, so that no stream of the script's is this stream
         self._stream = torch.Stream(device, priority=-1)
         self._pinned = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._one_reads = threading.Lock()
+        self._lock = threading.Lock()
 
     def chunks(self, memory: Tensor) -> Iterator[memoryview]:
-        """1-D bytes on the device, in turn; they are read when they are asked for."""
+        """Chunks of 1-D bytes on the device; each is read when the iterator comes to it."""
         for part in memory.split(_CHUNK_BYTES):
-            with self._one_reads, self._stream:
+            with self._lock, self._stream:
                 staged = self._pinned[: part.numel()]
                 staged.copy_(part)
                 copied = bytearray(memory_of(staged))
@@ -42,20 +42,20 @@ _reader_of = cache(_Reader)
 
 
 def prepare(devices: Iterable[torch.device]) -> None:
-    """Make the stream and memory for reads of these devices; on the script's thread, which may wait for a device."""
+    """Allocate the stream and pinned memory for each device, on the script's thread, which may wait for a device."""
     for device in devices:
         _reader_of(device)
 
 
 def begin_thread(devices: Iterable[torch.device]) -> None:
-    """In a new thread that reads: its device is one of these, or it would take memory on the first one for itself."""
+    """Set the device of a new thread that reads: torch would otherwise take memory on device 0 for the thread."""
     for device in devices:
         torch.accelerator.set_device_index(device)
 
 
 @torch.no_grad()
 def bytes_of(tensor: Tensor) -> Iterable[memoryview]:
-    """A tensor's elements, in the order of memory if it is dense, else in logical order; wherever it is."""
+    """A tensor's elements as bytes: in the order of memory if it is dense, else in logical order."""
     tensor = tensor.detach()
     if not tensor.numel():
         return []

@@ -1,8 +1,8 @@
 """Frames and trees on a connection between ranks.
 
-A frame is a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
-tensors in the order of memory, sent from their own memory and received into it. Nothing is pickled. The time-out of a
-connection is how long its peer may make no progress.
+A frame is a length in 8 bytes, and a JSON text of that length. A tree is a frame with its text, then the elements of
+its tensors in the order of memory, sent from the tensors' own memory and received into it. Nothing is pickled. The
+time-out of a connection limits how long its peer may make no progress.
 """
 
 import json
@@ -21,12 +21,12 @@ from ddp_zero.values.tree import Flat, TensorSpec, Tree, memory_of, rebuild, spe
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 1 << 30
 MOST_REQUEST_BYTES = 1 << 16
-"""Maximum length of a frame that asks for something."""
+"""Maximum length of a frame that holds a request."""
 _CHUNK_BYTES = 4 << 20
 
 
 class Connection(Protocol):
-    """A socket, or a `Connection`. Errors are OSError."""
+    """A socket, or a `core.comm.requests.Connection`. Errors are OSError."""
 
     def sendall(self, memory: memoryview, /) -> None: ...
 
@@ -48,16 +48,16 @@ def send_tree(connection: Connection, frame: Mapping[str, Any], tree: Flat) -> N
     _send_joined(connection, chain([memoryview(head)], *map(bytes_of, tensors)))
 
 
-def receive_frame(connection: Connection, most: int = _MOST_FRAME_BYTES) -> Frame:
-    """Receive one frame of at most so many bytes; takes memory as they arrive.
+def receive_frame(connection: Connection, max_bytes: int = _MOST_FRAME_BYTES) -> Frame:
+    """Receive one frame; takes memory only as its bytes arrive.
 
-    Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame.
+    Raises EOFError or OSError if the peer is gone, ValueError if the bytes are no frame or more than ``max_bytes``.
     """
     head = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(head))
     (length,) = _LENGTH.unpack(head)
-    if length > most:
-        raise ValueError(f"Expected a frame of at most {most} bytes, got {length}.")
+    if length > max_bytes:
+        raise ValueError(f"Expected a frame of at most {max_bytes} bytes, got {length}.")
     body = bytearray()
     while missing := length - len(body):
         piece = bytearray(min(missing, _CHUNK_BYTES))
@@ -79,7 +79,7 @@ def encode_frame(frame: Mapping[str, Any]) -> bytes:
 
 
 def decode_frame(body: bytes) -> Frame:
-    """A frame from its bytes, without their length. Raises ValueError unless they are JSON of a dict."""
+    """The frame in these bytes, which do not include the length. Raises ValueError unless they are JSON of a dict."""
     try:
         frame = json.loads(body)
     except RecursionError as error:

@@ -2,30 +2,30 @@
 
 On demand, the asking rank requests each shard, and a thread of the owner answers. While gradients are reduced together,
 no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
-changes of its state (`StateChanges`), the request states the asking rank's count, and each parameter is sent with a
-look before and after whether the next change has reached it. A rank that is behind is waited for; one that has moved on
-is named in an error. The result is one consistent state or none. Between the last backward pass and ``opt.step()`` all
+changes of its state (`StateChanges`), the request states the asking rank's count, and the owner looks before and after
+each parameter whether a further change has begun. A rank that is behind is waited for; a rank that has moved on is
+named in an error. The result is one consistent state or none. Between the last backward pass and ``opt.step()`` all
 ranks may ask, and none may step before the others have asked: a rank that has asked there waits in its step until the
-others come to theirs.
+other ranks come to theirs.
 
 A rank whose devices stand behind a collective of the next step, which the asking rank has yet to join, answers
-nevertheless: from the state that the last change has left (`StateVersion`), without using a stream of the script's
+nevertheless: from the state that the last change has left (`StateVersion`), without the script's streams
 (`device_reads`).
 
 A request, in the job's store (`core.comm.requests`), is ``{"count": .., "plan": ..}``, or ``{"reaches": ..}`` of a rank
-that waits for this one to come to that change. Answers are ``{"wait": why}``, ``{"refused": why}``, ``{"end": 0}``, or
-``{"connection": ..}``: then a stream follows of
+that waits for this rank to come to that change. Answers are ``{"wait": why}``, ``{"refused": why}``, ``{"end": 0}``, or
+``{"connection": ..}``, which is followed on that connection by
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
   rank owns, in any order;
 - ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
 
-Only the ranks of ``sharded.comm`` are asked, one after the other. A piece belongs to a parameter and holds the owner's
+Only the ranks of ``shard.comm`` are asked, one after the other. A piece belongs to a parameter and holds the owner's
 elements.
 
 Not chosen: messages on the training group (they would mix), or on a standing Gloo group (a receive that is posted for a
 request that never comes fails with the time-out, and with it the connection); ports of our own (firewalls, and
-strangers that call); a lock held by each step (an answer would hold up training).
+strangers that connect); a lock held by each step (an answer would delay training).
 """
 
 import json
@@ -59,8 +59,8 @@ _POLL_SECONDS = 0.001, 0.05
 class Piece(NamedTuple):
     """The state of a part of a parameter."""
 
-    birth: Birth  # of the state
-    param: int  # its index
+    birth: Birth  # step and place of creation of the state
+    param: int  # index of the parameter
     part: Part
     state: dict[Any, Any]
 
@@ -68,8 +68,8 @@ class Piece(NamedTuple):
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
     """Gather every rank's per-parameter state on rank ``to`` of everyone, to which its shard group sends. A collective.
 
-    Returns there a snapshot of the unsharded optimizer's state, keyed by parameter, in
-    the unsharded order, on the devices that it would have there; None elsewhere.
+    Returns on that rank a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order and
+    on the unsharded devices; None on other ranks.
 
     Raises:
         TypeError: if a state holds a value that cannot be sent, naming the parameter; RuntimeError on other ranks.
@@ -81,7 +81,7 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-103]")
         agreement.declare("argument `to`", to)
         shard.order.note_new(shard.inner_state, shard.targets.index_of)
-        owned = list(_owned(shard, shard.inner_state))
+        owned = list(_owned_pieces(shard, shard.inner_state))
     receiver = comm.group_rank_of(everyone.global_rank(to))
     if receiver is None:
         return None
@@ -91,42 +91,44 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
         for piece, _ in owned:
             comm.send_tree((piece.birth, piece.param, piece.state), receiver)
         return None
-    found = [*starmap(_copied, owned)]
+    pieces = [*starmap(_copied, owned)]
     for source in map(GroupRank, range(comm.world_size)):
         if source != receiver and counts[source]:
             parts = shard.binding.owned_parts(source)
             for _ in range(counts[source]):
                 birth, index, state = comm.receive_tree(source, table.accelerator())
-                found.append(Piece(birth, index, parts[index], state))
-    return _whole_state(shard, found)
+                pieces.append(Piece(birth, index, parts[index], state))
+    return _whole_state(shard, pieces)
 
 
-def _whole_state(shard: Shard, found: Sequence[Piece]) -> State:
-    """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
+def _whole_state(shard: Shard, pieces: Sequence[Piece]) -> State:
+    """The unsharded optimizer's state, in its order and with masters, joined from the pieces of all ranks."""
     params, births, states = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
-    for birth, index, part, state in found:
+    for birth, index, part, state in pieces:
         births[index] = birth
         states.setdefault(index, []).append((part, state))
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
     is_fresh = shard.masters.are_initial
     for index in sorted(births, key=lambda index: (births[index], index)):
         whole[params[index]] = join_parts(states[index], params[index], None)
-        if is_fresh and shard.masters.needs_master(index):  # then it equals the parameter, which is here
+        if is_fresh and shard.masters.needs_master(
+            index
+        ):  # an initial master equals its parameter, which every rank has
             whole[params[index]][MASTER_KEY] = shard.targets.target_on_owner(index).detach()
     return whole
 
 
-def _owned(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
-    """The pieces of a state that this rank owns, not copied, and as they are sent; TypeError for one that cannot be.
+def _owned_pieces(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
+    """The pieces of a state that this rank owns, not copied, each with its form on the wire; TypeError if it has none.
 
-    Without masters that are fresh: the receiver has them.
+    Initial masters are left out: the receiver makes them from its parameters.
     """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
     owned, stepped = shard.binding.owned_parts(), shard.targets
     is_fresh = stepped.masters.are_initial
     for index, state in with_masters(values, stepped).items():
         if index not in owned:
-            continue  # looking up the state of a different rank's parameter leaves an empty one behind
+            continue  # a look-up of the state of another rank's parameter would leave an empty state behind
         if is_fresh:
             state = {key: value for key, value in state.items() if key != MASTER_KEY}
         flat = flatten_state(state, partial(shard.table.label, index))
@@ -139,10 +141,10 @@ def _copied(piece: Piece, flat: Flat) -> Piece:
     return piece._replace(state=rebuild(text, [tensor.clone() for tensor in tensors]))
 
 
-class OnDemand:
-    """Requests shards from other ranks, and serves their requests. Building one is a collective.
+class OnDemandGather:
+    """Gathers the state from other ranks by requests, and answers their requests. Construction is a collective.
 
-    It serves after ``owner`` is gone, or the script has ended, until no rank can ask any more.
+    It answers after ``owner`` is gone, or the script has ended, until no rank can ask any more.
     """
 
     def __init__(self, shard: Shard, owner: object) -> None:
@@ -150,7 +152,7 @@ class OnDemand:
         comm = shard.comm
         self._time_out = comm.time_out.total_seconds()
         prepare(shard.binding.accelerators)
-        shard.changes.note_work(shard.binding.accelerators)  # of construction
+        shard.changes.note_work(shard.binding.accelerators)  # kernels of construction may still run
         shard.changes.keeps_versions = True
         mine, why_not = "", ""
         try:
@@ -158,7 +160,7 @@ class OnDemand:
         except RuntimeError as error:  # of a backend without a store
             why_not = str(error)
         peers: list[str] = []
-        if mine:  # before anybody can ask
+        if mine:  # before any peer can ask
             self._stay = Stay(self._listener, mine, peers, self._time_out, lambda: shard.changes.pending)
         told = [json.loads(text) for text in comm.all_gather_text(json.dumps([mine, why_not]))]
         self._addresses = [address for address, _ in told]
@@ -190,21 +192,21 @@ class OnDemand:
                 f"Expected ranks that can ask each other by the job's store, got {self._refusal}. Call "
                 f"consolidate_state_dict() on all ranks before state_dict(). [ZERO-602]"
             )
-        found = [*starmap(_copied, _owned(shard, shard.inner_state))]
+        pieces = [*starmap(_copied, _owned_pieces(shard, shard.inner_state))]
         for peer in comm.peers():
             if parts := shard.binding.owned_parts(peer):
-                found += self._named(peer, partial(self._ask, peer, parts))
-        if others_may_step:  # then so may this one, while others still ask
+                pieces += self._naming(peer, partial(self._request_pieces, peer, parts))
+        if others_may_step:  # then this rank may step too, while other ranks still ask
             shard.changes.await_peers = weakly(self._await_peers)
-        return _whole_state(shard, found)
+        return _whole_state(shard, pieces)
 
     def _await_peers(self, change: int) -> None:
-        """Wait until all ranks have come to a change of this number, for which they need no other rank."""
+        """Wait until all ranks have come to the change of this number, for which they need no other rank."""
         for peer in self._shard.comm.peers():
-            self._named(peer, partial(self._first_answer, peer, {"reaches": change}))
+            self._naming(peer, partial(self._first_answer, peer, {"reaches": change}))
 
-    def _ask(self, peer: GroupRank, parts: Mapping[int, Part]) -> list[Piece]:
-        """A rank's pieces, which are these parts of parameters."""
+    def _request_pieces(self, peer: GroupRank, parts: Mapping[int, Part]) -> list[Piece]:
+        """Request and receive a rank's pieces, of these parts of parameters."""
         shard, comm = self._shard, self._shard.comm
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
         pieces, device = list[Piece](), shard.table.accelerator()
@@ -242,10 +244,10 @@ class OnDemand:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _named(self, peer: GroupRank, talk: Callable[[], Any]) -> Any:
-        """Talk to a rank; errors of the connection name it."""
+    def _naming(self, peer: GroupRank, call: Callable[[], Any]) -> Any:
+        """Call a function that communicates with a rank; errors of the connection then name the rank."""
         try:
-            return talk()
+            return call()
         except (OSError, EOFError, ValueError) as error:
             shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
             message = (
@@ -257,11 +259,11 @@ class OnDemand:
     # Answering, in a thread
 
     def answer(self, request: Request) -> None:
-        """Answer a request of a rank: whether this one is at a change, or for its part of the state."""
+        """Answer a rank: whether this rank has come to a change, or with this rank's part of the state."""
         changes, asked = self._shard.changes, request.frame
         begin_thread(self._shard.binding.accelerators)
         if UNTIL in asked:
-            self._stay.let_go()
+            self._stay.note_peer_left()
             request.answer({"end": 0})
         elif "reaches" in asked:
             has_come = changes.reached >= asked["reaches"]
@@ -275,7 +277,7 @@ class OnDemand:
             where = "within" if changes.is_under_way else "after"
             request.answer({"wait": f"it still {where} its change {changes.begun}, a step or a load"})
             return
-        # looked for here and again around every piece: the main thread may begin a step at any moment
+        # checked here and again around every piece: the main thread may begin a step at any moment
         version = changes.version(count)
         if version is None:
             request.answer(self._moved_on(count))
@@ -287,12 +289,12 @@ class OnDemand:
                 send_frame(connection, self._send_pieces(connection, count, version))
 
     def _send_pieces(self, connection: Connection, count: int, version: StateVersion) -> Frame:
-        """Send every state that this rank owns. Returns the final frame."""
+        """Send every state that this rank owns. Returns the final frame: their number, or why they do not count."""
         # kernels of the last step may still write the state
         version.wait()
         sent, final = 0, Frame()
         try:
-            for piece, flat in _owned(self._shard, version.values):
+            for piece, flat in _owned_pieces(self._shard, version.values):
                 if version.may_be_overwritten:
                     break
                 send_tree(connection, {"piece": piece.param, "birth": piece.birth}, flat)
@@ -302,7 +304,7 @@ class OnDemand:
             final = {"type_error": str(error)}
         except (RuntimeError, LookupError) as error:
             final = {"refused": f"{type(error).__name__}: {error}"}
-        # a state that changes meanwhile can be anything
+        # what was sent meanwhile may mix two states
         return self._moved_on(count) if version.may_be_overwritten else final
 
     def _moved_on(self, count: int) -> Frame:

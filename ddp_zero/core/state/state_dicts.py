@@ -21,7 +21,7 @@ from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
 from ddp_zero.core.local.placement import move_tensors, placement_for, tensors_in
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.state.gather import OnDemand, gather_state
+from ddp_zero.core.state.gather import OnDemandGather, gather_state
 from ddp_zero.core.step.clipping import GROUP_LIMIT
 from ddp_zero.core.step.decision import Decision
 from ddp_zero.core.step.rank_shard import Shard
@@ -46,16 +46,16 @@ _AS_SAVED = (
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A whole state dict that fits."""
+    """A whole state dict that fits this optimizer, and the part of it that this rank loads."""
 
-    state_dict: dict[str, Any]  # the whole one, after the pre-load hooks
+    state_dict: dict[str, Any]  # all of it, after the pre-load hooks
     local: dict[str, Any]  # the part that this rank holds; not copied
     indices: Sequence[int]  # parameters that have a state, in the order of the unsharded optimizer
     masters: dict[int, Tensor]  # master weights by index
 
 
 class _ByParameter(MutableMapping[Any, Any]):
-    """The local optimizer's state, keyed by parameter, not by what stands in for it; what is written arrives there."""
+    """A live view of the local optimizer's state, keyed by parameters in place of the tensors that it steps."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -66,7 +66,7 @@ class _ByParameter(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         state, stepped = self._shard.inner_state, self._key(key)
-        if stepped not in state:  # which a defaultdict would add
+        if stepped not in state:  # a look-up in a defaultdict would add the key
             raise KeyError(key)
         return state[stepped]
 
@@ -83,7 +83,7 @@ class _ByParameter(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._shard.inner_state)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy is of the states, not of the optimizer
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds the states, not the optimizer
         return dict, (dict(self),)
 
 
@@ -91,48 +91,48 @@ class StateDicts:
     """Gives and takes the state of a sharded optimizer; ``build`` builds the inner optimizer over given groups."""
 
     def __init__(self, shard: Shard, decision: Decision, build: BuildInner) -> None:
-        self._shown: State | None = None  # while a state dict is built: the state of all ranks
-        self._on_demand: OnDemand | None = None
+        self._gathered: State | None = None  # the state of all ranks, while a state dict is built from it
+        self._on_demand: OnDemandGather | None = None
         self._shard = shard
         self._decision = decision
         self._build = build
 
-    def answer_others(self) -> None:
-        """Let any rank build the state dict without its peers. A collective, if there are any."""
+    def serve_other_ranks(self) -> None:
+        """Serve this rank's states, so that any rank can build the state dict alone. A collective."""
         if self._shard.comm.world_size > 1:
-            self._on_demand = OnDemand(self._shard, self)
+            self._on_demand = OnDemandGather(self._shard, self)
 
     # The whole state dict
 
     def state(self) -> State:
         """See `ZeroRedundancyOptimizer.state`."""
-        if self._shown is not None:
-            return self._shown
+        if self._gathered is not None:
+            return self._gathered
         shard = self._shard
         return shard.inner_state if shard.targets.are_parameters else _ByParameter(shard)
 
     def replace_state(self, state: Mapping[Any, Any]) -> None:
-        """Put these states, keyed by parameter, in the place of all, in one dict: parts of a mixed one share it."""
+        """Replace all states by these, keyed by parameter, in the same dict, which a mixed optimizer's parts share."""
         given, own = dict(state), self.state()
         own.clear()
         own.update(given)
 
-    def gather(self, to: int) -> None:
+    def consolidate(self, to: int) -> None:
         """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
         shard = self._shard
         shard.check_memory_order()
         shard.local_step.mirror_to_inner()
         gathered = gather_state(shard, GroupRank(to))
         if gathered is not None:
-            shard.snapshot = gathered  # one that this rank received before is still current
+            shard.snapshot = gathered  # on other ranks, the snapshot of an earlier call is still current
 
-    def whole(self, build: Callable[[], dict[str, Any]], others_may_step: Callable[[], bool]) -> dict[str, Any]:
+    def state_dict(self, build: Callable[[], dict[str, Any]], others_may_step: Callable[[], bool]) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
-        self._shown = self._whole_state(others_may_step)
+        self._gathered = self._whole_state(others_may_step)
         try:
             packed = build()
         finally:
-            self._shown = None
+            self._gathered = None
         return {**packed, **self._scale_entry()}
 
     def _whole_state(self, others_may_step: Callable[[], bool]) -> State:
@@ -161,9 +161,9 @@ class StateDicts:
     def _state_at_birth(self) -> State | None:
         """The state before the first step: states created at construction, and masters from the model.
 
-        Found by building the optimizer once more, over all parameters; most classes create no state. None if only
-        owners know the present states: parameters were added, a state dict was loaded, or a user has written to a
-        state.
+        It is found by building the optimizer once more, over all parameters; most classes create no state. Returns None
+        if only owners know the present states: parameters were added, a state dict was loaded, or a user has written
+        to a state.
         """
         shard = self._shard
         shard.masters.follow_model()
@@ -193,10 +193,10 @@ class StateDicts:
         scale = self._decision.loss_scale
         return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
 
-    def take_over(self, instance: Instance) -> None:
-        """Take the states of this rank's shard from an instance that every rank has, with the same state. A collective.
+    def adopt(self, instance: Instance) -> None:
+        """Take this rank's shard of the state from an instance that has the same state on every rank. A collective.
 
-        Tensors are the instance's where this rank steps whole parameters themselves.
+        Where this rank steps whole parameters themselves, tensors are shared with the instance, not copied.
         """
         shard = self._shard
         table, stepped, born = shard.table, shard.targets, []
@@ -215,7 +215,7 @@ class StateDicts:
 
     # Loading a whole state dict
 
-    def load_together(
+    def load_state_dict(
         self,
         optimizer: Optimizer,
         state_dict: dict[str, Any] | None,
@@ -225,10 +225,10 @@ class StateDicts:
     ) -> None:
         """Load a state dict from every rank, or from one rank that sends it to its peers. A collective.
 
-        Either all ranks load or none. A single giver checks the whole state dict and sends its structure; each peer
-        checks that, drops its old state, and receives the states of its owned parameters, one at a time. ``optimizer``
-        is exposed to users, and has their hooks; ``check`` raises if a load is not allowed now; ``may_communicate`` is
-        False under Join.
+        Either all ranks load or none. A single sender checks the whole state dict and sends its structure; each peer
+        checks the structure, drops its old state, and receives the states of its owned parameters, one at a time.
+        ``optimizer`` is exposed to users, and has their hooks; ``check`` raises if a load is not allowed now;
+        ``may_communicate`` is False under Join.
         """
         comm = self._shard.everyone
         if comm.world_size == 1 or not may_communicate:
@@ -238,33 +238,39 @@ class StateDicts:
                     "load_state_dict got None on every rank. Give a state dict on one rank at least; under Join every "
                     "rank gives one. [ZERO-605]"
                 )
-            self._take(optimizer, self._prepare(optimizer, state_dict))
+            self._load_copy(optimizer, self._prepare(optimizer, state_dict))
             return
+        senders = self._agree_on_senders(state_dict, check)
+        if len(senders) == comm.world_size:
+            assert state_dict is not None, "given"
+            with Agreement(comm, _LOADING):
+                prepared = self._prepare(optimizer, state_dict)
+            self._load_copy(optimizer, prepared)
+            return
+        if state_dict is not None:
+            self._send_to_peers(optimizer, state_dict)
+        else:
+            self._receive_and_load(optimizer, GroupRank(senders[0]))
+        self._check_received_masters()
+
+    def _agree_on_senders(self, state_dict: dict[str, Any] | None, check: Callable[[], None]) -> list[int]:
+        """The ranks that were given a state dict: all of them, or exactly one; ValueError if not. A collective."""
+        comm = self._shard.everyone
         with Agreement(comm, _LOADING):
             check()
             if state_dict is not None and not isinstance(state_dict, Mapping):
                 raise TypeError(f"Expected a state dict or None, got {type(state_dict).__name__}. [ZERO-605]")
-        given = [bool(flag) for (flag,) in comm.all_gather_ints([int(state_dict is not None)])]
-        if sum(given) not in (1, comm.world_size):
+        flags = [flag for (flag,) in comm.all_gather_ints([int(state_dict is not None)])]
+        senders = [rank for rank, flag in enumerate(flags) if flag]
+        if len(senders) not in (1, comm.world_size):
             raise ValueError(
                 "load_state_dict needs a state dict on every rank, or on exactly one rank and None on the rest; ranks "
-                f"{[rank for rank, flag in enumerate(given) if flag]} of {comm.world_size} gave a state dict. "
-                "[ZERO-605]"
+                f"{senders} of {comm.world_size} gave a state dict. [ZERO-605]"
             )
-        if all(given):
-            assert state_dict is not None, "given"
-            with Agreement(comm, _LOADING):
-                prepared = self._prepare(optimizer, state_dict)
-            self._take(optimizer, prepared)
-            return
-        if state_dict is not None:
-            self._give(optimizer, state_dict)
-        else:
-            self._receive(optimizer, GroupRank(given.index(True)))
-        self._check_received_masters()
+        return senders
 
     def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
-        """Run the pre-load hooks, and check that the state dict fits; ValueError if not. Changes nothing."""
+        """Run the pre-load hooks, and check that the state dict fits; ValueError if not. Changes no state."""
         state_dict = state_dict.copy()
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(optimizer, state_dict) or state_dict
@@ -277,17 +283,17 @@ class StateDicts:
         groups, table = shard.param_groups, shard.table
         return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, shard.inner, shard.targets))
 
-    def _take(self, optimizer: Optimizer, prepared: _Prepared) -> None:
+    def _load_copy(self, optimizer: Optimizer, prepared: _Prepared) -> None:
         local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
-        self._take_over(optimizer, replace(prepared, local=local))
+        self._load(optimizer, replace(prepared, local=local))
 
-    def _take_over(self, optimizer: Optimizer, prepared: _Prepared) -> None:
+    def _load(self, optimizer: Optimizer, prepared: _Prepared) -> None:
         """Load a prepared state dict, whose tensors become the optimizer's."""
         scale, shard = self._decision.loss_scale, self._shard
         if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
         with shard.changing_state():
-            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # kept ones keep their values
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # users' dicts keep their values
             shard.inner.load_state_dict(prepared.local)
             shard.masters.refresh(prepared.masters)
             saved_groups = prepared.state_dict["param_groups"]
@@ -301,15 +307,15 @@ class StateDicts:
             post_hook(optimizer)
 
     def _check_scale(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state dict's dynamic loss scale, if any, can be loaded; TypeError or ValueError if not."""
+        """Check that the dynamic loss scale of a state dict, if any, can be loaded; TypeError or ValueError if not."""
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
 
-    # `_give` and `_receive` run the same agreements and messages in the same order: one side's extra agreement would
-    # pair with the other's message and hang both.
+    # `_send_to_peers` and `_receive_and_load` run the same agreements and messages in the same order: a further
+    # agreement on one side would pair with a message of the other and hang both.
 
-    def _give(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _send_to_peers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
             prepared = self._prepare(optimizer, state_dict)
@@ -318,54 +324,54 @@ class StateDicts:
         comm.all_gather_text(text)
         with Agreement(comm, _LOADING):
             pass
-        kept, states = self._gather_kept(), prepared.state_dict["state"]
-        index_of = _indices(prepared.state_dict)
+        holdings, states = self._gather_holdings(), prepared.state_dict["state"]
+        index_of = _index_of_id(prepared.state_dict)
         rest = {key: value for key, value in states.items() if key not in index_of}
         # one peer after the other, blocking: a peer holds one state at a time, and this rank never copies all of them
         for peer in comm.peers():
             comm.send_tree({**prepared.state_dict, "state": rest}, peer)
             for saved_id, state in states.items():
                 index = index_of.get(saved_id, -1)
-                if index in kept[peer]:
-                    comm.send_tree(own_state(state, shard.table.params[index], kept[peer][index]), peer)
-        self._take(optimizer, prepared)
+                if index in holdings[peer]:
+                    comm.send_tree(own_state(state, shard.table.params[index], holdings[peer][index]), peer)
+        self._load_copy(optimizer, prepared)
 
-    def _receive(self, optimizer: Optimizer, giver: GroupRank) -> None:
+    def _receive_and_load(self, optimizer: Optimizer, sender: GroupRank) -> None:
         shard, comm = self._shard, self._shard.everyone
         device = shard.table.accelerator()
         with Agreement(comm, _LOADING):
             pass
-        text = comm.all_gather_text("")[giver]
+        text = comm.all_gather_text("")[sender]
         with Agreement(comm, _LOADING):
             specs = specs_in(text)
-            meta = [torch.empty_strided(one.shape, one.stride or (), dtype=one.dtype, device="meta") for one in specs]
+            meta = [torch.empty_strided(s.shape, s.stride or (), dtype=s.dtype, device="meta") for s in specs]
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
             rehearse_load(shard.inner, expected.local)
-        kept, index_of, stepped = self._gather_kept()[comm.group_rank], _indices(structure), shard.targets
+        holdings, index_of, stepped = self._gather_holdings()[comm.group_rank], _index_of_id(structure), shard.targets
         with shard.changing_state():
             shard.drop_state()
-            received = comm.receive_tree(giver, device)
+            received = comm.receive_tree(sender, device)
             for saved_id in structure["state"]:
-                if index_of.get(saved_id, -1) in kept:
-                    state = comm.receive_tree(giver, device)
+                if index_of.get(saved_id, -1) in holdings:
+                    state = comm.receive_tree(sender, device)
                     master = stepped.masters.get(index_of[saved_id])
-                    if master is not None and MASTER_KEY in state:  # copied into the live one, which replaces it
+                    if master is not None and MASTER_KEY in state:  # copied into the live master, which takes its place
                         with torch.no_grad():
                             state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
                     received["state"][saved_id] = state
-            self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
+            self._load(optimizer, replace(self._restrict(received), indices=expected.indices))
 
-    def _gather_kept(self) -> list[Mapping[int, Part]]:
-        """For each rank, the parameters whose state it keeps, by index, and which part of each. A collective."""
+    def _gather_holdings(self) -> list[Mapping[int, Part]]:
+        """For each rank: the parameters whose state that rank holds, by index, and which part of each. A collective."""
         shard = self._shard
         every = shard.everyone.all_gather_ints([shard.comm.group_rank])
         return [shard.binding.owned_parts(GroupRank(rank)) for (rank,) in every]
 
     def _check_received_masters(self) -> None:
-        """Check that masters round to the model of each rank: the giver could check only its own. A collective.
+        """Check that masters round to the model of each rank: the sender could check only its own. A collective.
 
-        Raises ValueError naming the first that does not, RuntimeError on other ranks. All have loaded then.
+        Raises ValueError naming the first master that does not, RuntimeError on other ranks; the load is done by then.
         """
         shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
@@ -378,7 +384,7 @@ class StateDicts:
 
     # This rank's part by name; never communicates
 
-    def shard(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
+    def sharded_state_dict(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`; NotImplementedError for a cut parameter."""
         shard = self._shard
         shard.binding.check_owns_whole("sharded_state_dict()")
@@ -386,27 +392,33 @@ class StateDicts:
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
         whole: Mapping[Any, Any] = shard.inner_state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
-        for index in shard.binding.owned() if init_missing else ():
-            stepped, of_whole = shard.targets[index], shard.table.wholes.get(index)
-            is_here = of_whole is None or of_whole.is_here
-            if is_here and shard.table.params[index].requires_grad and stepped not in shard.inner_state:
-                fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
-                states[names[index]] = {**fresh, **states.get(names[index], {})}
+        if init_missing:
+            self._add_fresh_states(states, names)
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
             for group, params in zip(shard.param_groups, by_group(names, shard.param_groups), strict=True)
         ]
         return {"state": states, "param_groups": groups, **self._scale_entry()}
 
-    def load_shard(
+    def _add_fresh_states(self, states: dict[str, Any], names: Sequence[str]) -> None:
+        """Add the state that the first step would create, for each owned parameter that has none."""
+        shard = self._shard
+        for index in shard.binding.owned():
+            stepped, of_whole = shard.targets[index], shard.table.wholes.get(index)
+            is_here = of_whole is None or of_whole.is_here
+            if is_here and shard.table.params[index].requires_grad and stepped not in shard.inner_state:
+                fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
+                states[names[index]] = {**fresh, **states.get(names[index], {})}
+
+    def load_sharded_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None
     ) -> None:
         """See `ZeroRedundancyOptimizer.load_sharded_state_dict`."""
-        self.load_numbered(optimizer, self.by_index(state_dict, model))
+        self.load_by_index(optimizer, self.by_index(state_dict, model))
 
-    def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_by_index(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a sharded state dict that refers to parameters by index."""
-        self._take(optimizer, self._prepare(optimizer, state_dict))
+        self._load_copy(optimizer, self._prepare(optimizer, state_dict))
         self._shard.order.has_initial_state = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
@@ -448,11 +460,10 @@ class StateDicts:
         shard.masters.follow_model()
         shard.order.note_new(shard.inner_state, shard.targets.index_of)
         by_index = with_masters(shard.inner_state, shard.targets)
-        return {
-            index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self.birth_of)
-        }
+        indices = sorted((index for index in by_index if isinstance(index, int)), key=self.birth_of)
+        return {index: by_index[index] for index in indices}
 
-    def scale(self) -> dict[str, float] | None:
+    def loss_scale_state(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""
         return self._scale_entry().get(SCALE_KEY)
 
@@ -464,10 +475,10 @@ class StateDicts:
     def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """Load a state dict whose tensors become the optimizer's; masters are not checked.
 
-        It may omit the states of parameters that this rank does not own; ``order`` lists the parameters that have a
+        The state dict may omit the states of parameters that this rank does not own; ``order`` lists those that have a
         state on any rank, in the order of the unsharded optimizer.
         """
-        self._take_over(optimizer, replace(self._restrict(state_dict), indices=order))
+        self._load(optimizer, replace(self._restrict(state_dict), indices=order))
 
     # Between phases of a program
 
@@ -502,12 +513,12 @@ class StateDicts:
         shard.targets.are_moved_away = False
 
 
-def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
-    return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, others)))
+def _are_equal(state: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    (text, tensors), (other_text, other_tensors) = flatten(dict(state)), flatten(dict(other))
+    return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, other_tensors)))
 
 
-def _indices(state_dict: Mapping[str, Any]) -> dict[Any, int]:
+def _index_of_id(state_dict: Mapping[str, Any]) -> dict[Any, int]:
     ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
     return {saved_id: index for index, saved_id in enumerate(ids)}
 
@@ -522,7 +533,7 @@ def restrict_state_dict(
     inner: Optimizer,
     stepped: StepTargets,
 ) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
-    """The part of a whole state dict that this rank's inner optimizer can load; ValueError if it does not fit.
+    """Cut from a whole state dict the part that this rank's inner optimizer loads; ValueError if it does not fit.
 
     States of parameters that this rank does not own may be missing. ``param_groups`` are the exposed groups, ``table``
     their parameters and ``stepped`` their stepped tensors. Returns the inner optimizer's state dict, the indices of all
@@ -531,7 +542,7 @@ def restrict_state_dict(
     _check_groups(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
     check_epsilon(inner, saved_groups, table, stepped)
-    index_of_id = _indices(state_dict)
+    index_of_id = _index_of_id(state_dict)
     local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}
 
     local_state: dict[Any, Any] = {}
@@ -556,7 +567,7 @@ def restrict_state_dict(
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
-    share_as_before(copied, param_groups)
+    restore_shared_tensors(copied, param_groups)
     local_groups = [
         _localise_group(saved, exposed, inner_group, local_id, owned)
         for saved, exposed, inner_group in zip(copied, param_groups, inner.param_groups, strict=True)
@@ -596,15 +607,15 @@ def _localise_group(
     return {**saved, **per_parameter}
 
 
-def share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Let loaded groups share tensors that the exposed groups share, if files have equal copies of them."""
-    first: dict[int, Tensor] = {}
-    for group, now in zip(loaded, exposed, strict=True):
+def restore_shared_tensors(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Let loaded groups share the tensors that exposed groups share now, where the loaded copies are equal."""
+    shared: dict[int, Tensor] = {}  # the first loaded copy, by id of the exposed tensor
+    for group, exposed_group in zip(loaded, exposed, strict=True):
         for key, value in group.items():
-            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and not value.is_meta:
-                one = first.setdefault(id(now[key]), value)
-                if one.dtype == value.dtype and torch.equal(one, value):
-                    group[key] = one
+            if isinstance(value, Tensor) and isinstance(exposed_group.get(key), Tensor) and not value.is_meta:
+                first = shared.setdefault(id(exposed_group[key]), value)
+                if first.dtype == value.dtype and torch.equal(first, value):
+                    group[key] = first
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
@@ -642,7 +653,7 @@ def check_state(
 ) -> None:
     """Raise ValueError unless a state is a dict and, for torch's optimizers, its tensors have the parameter's shape.
 
-    Or that of ``part``, which this rank owns.
+    Tensors may also have the shape of ``part``, the part of the parameter that this rank owns.
     """
     if not isinstance(value, Mapping):
         raise ValueError(

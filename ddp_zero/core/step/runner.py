@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_zero.core.comm.recorder import Act, note_failure, one_by_one
+from ddp_zero.core.comm.recorder import Act, note_failure, run_acts
 from ddp_zero.core.local.copy_pipeline import StepInputs
 from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, Route, StepTargets
 from ddp_zero.core.step.coupling import CouplingWatch
@@ -323,7 +323,7 @@ class OffloadedRunner(StepRunner):
             if (own := shard.buckets[place]).indices:
                 with own.label:
                     self._step(own, copied)
-            one_by_one(shard.sync.acts(place), source)
+            run_acts(shard.sync.acts(place), source)
 
     def _inputs(self, index: int, source: GradientSource) -> list[StepInputs]:
         """The tensors to copy for the step of a bucket; none after an error of this rank."""

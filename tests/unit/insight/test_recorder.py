@@ -13,18 +13,18 @@ from unittest import mock
 import pytest
 
 from ddp_zero.core.comm import recorder as recorder_module
-from ddp_zero.core.comm.recorder import Recorder, Ring, note_failure, open_events, waits_for
+from ddp_zero.core.comm.recorder import RecentSpans, Recorder, note_failure, open_events, record_wait
 from ddp_zero.insight import flight, record_format
 from ddp_zero.tools.postmortem.records import read_folder
 from tests import HANG
 
 
 @pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
+def ring(monkeypatch: pytest.MonkeyPatch) -> RecentSpans:
     """A small ring in place of the process's."""
-    small = Ring(8)
+    small = RecentSpans(8)
     for module in (recorder_module, flight):
-        monkeypatch.setattr(module, "RING", small)
+        monkeypatch.setattr(module, "RECENT_SPANS", small)
     return small
 
 
@@ -56,17 +56,17 @@ class Device:
     def seconds(self, begun: int, ended: int) -> float | None:
         return float(ended - begun) if ended <= self.passed else None
 
-    def is_beside(self, mark: int) -> bool:
+    def is_on_side_stream(self, mark: int) -> bool:
         return mark > 2
 
 
 def lose(message: str, peer: Refers) -> None:
     """Wait for a peer that is gone."""
-    waits_for(message, peer.name)
+    record_wait(message, peer.name)
     raise RuntimeError("lost")
 
 
-def test_a_ring_holds_the_last_events_in_order(ring: Ring) -> None:
+def test_a_ring_holds_the_last_events_in_order(ring: RecentSpans) -> None:
     recorder = Recorder()
     for number in range(13):
         with recorder.label("sync", number):
@@ -75,7 +75,7 @@ def test_a_ring_holds_the_last_events_in_order(ring: Ring) -> None:
     assert all(event.begun <= event.ended for event in ring.events())
 
 
-def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: Ring) -> None:
+def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: RecentSpans) -> None:
     recorder, begun, may_end = Recorder(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -96,8 +96,8 @@ def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: Ring) -
 
 
 def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = Ring(4096)
-    monkeypatch.setattr(recorder_module, "RING", large)
+    large = RecentSpans(4096)
+    monkeypatch.setattr(recorder_module, "RECENT_SPANS", large)
     recorder = Recorder()
 
     def work() -> None:
@@ -115,10 +115,10 @@ def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert recorder.totals["sync"] == sum(event.ended - event.begun for event in events)
 
 
-def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
+def test_an_event_that_has_ended_refers_to_no_peer(ring: RecentSpans) -> None:
     peer = Refers()
     with Recorder().label("wait_sync", 2) as span:
-        waits_for("the sync of bucket 2", peer.name)
+        record_wait("the sync of bucket 2", peer.name)
         assert callable(span.peer)
     (event,) = span.events()
     assert (event.message, event.peer) == ("the sync of bucket 2", "")
@@ -132,7 +132,7 @@ def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
     assert alive() is None
 
 
-def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) -> None:
+def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: RecentSpans) -> None:
     recorder, done = Recorder(), list[str]()
 
     def act(name: str, sent: int = 0) -> Callable[[], None]:
@@ -157,7 +157,7 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Ring) 
     assert recorder.totals["reduce"] == sum(one.ended - one.begun for one in of_reduce)
 
 
-def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_one(ring: Ring) -> None:
+def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_one(ring: RecentSpans) -> None:
     mine, other = Recorder(), Recorder()
 
     def act() -> None:
@@ -172,7 +172,7 @@ def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_one(ring: R
     assert [(one.phase, one.sent) for one in ring.events()] == [("reduce", 1), ("sync", 100)]
 
 
-def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: Ring) -> None:
+def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: RecentSpans) -> None:
     recorder, done = Recorder(), list[int]()
     acts: list[tuple[Any, Callable[[], object]]] = [
         (recorder.label("reduce", 1), lambda: done.append(1)),
@@ -187,7 +187,7 @@ def test_an_act_that_fails_ends_the_sequence_and_is_the_event_that_failed(ring: 
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
-def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: BaseException) -> None:
+def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: RecentSpans, error: BaseException) -> None:
     recorder = Recorder()
 
     def fail() -> None:
@@ -195,11 +195,11 @@ def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: B
         raise error
 
     acts: list[Any] = [
-        (recorder.label("wait_reduce", 0), lambda: waits_for("the sum", Refers().name)),
-        (None, lambda: waits_for("nothing with an event", Refers().name)),
+        (recorder.label("wait_reduce", 0), lambda: record_wait("the sum", Refers().name)),
+        (None, lambda: record_wait("nothing with an event", Refers().name)),
         (recorder.label("local_step", 0), fail),
     ]
-    with mock.patch.object(recorder, "tell") as tell, pytest.raises(type(error)), recorder.label("step"):
+    with mock.patch.object(recorder, "report") as tell, pytest.raises(type(error)), recorder.label("step"):
         recorder.sequence(acts)()
     found = [(one.phase, one.message, one.peer, one.sent, one.failed) for one in ring.events()]
     assert found == [
@@ -214,7 +214,7 @@ def test_an_error_is_noted_with_what_its_own_act_waited_for(ring: Ring, error: B
     assert recorder.totals["sent"] == 3
 
 
-def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring) -> None:
+def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: RecentSpans) -> None:
     recorder, done = Recorder(), list[int]()
     acts: list[Any] = [
         (recorder.label("local_step", 0), lambda: note_failure(ValueError("kept"))),
@@ -227,7 +227,7 @@ def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Ring)
     assert [(one.phase, one.failed) for one in ring.events()] == [("step", True), ("local_step", True), ("sync", False)]
 
 
-def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: Ring) -> None:
+def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: RecentSpans) -> None:
     for clock in (None, Device()):
         recorder, done = Recorder(), list[int]()
         recorder.clock = clock
@@ -236,13 +236,15 @@ def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_de
         assert done == [7, 7, 7]
         assert [event.phase for event in ring.events()][-2:] == ["local_step", "sync"]
     assert isinstance(clock, Device)
-    assert recorder.on_device() == [], "not passed yet"
+    assert recorder.take_intervals() == [], "not passed yet"
     clock.passed = clock.marks
-    assert [(one.phase, one.seconds) for one in recorder.on_device()] == [("local_step", 1.0), ("sync", 1.0)]
-    assert recorder.on_device() == []
+    assert [(one.phase, one.seconds) for one in recorder.take_intervals()] == [("local_step", 1.0), ("sync", 1.0)]
+    assert recorder.take_intervals() == []
 
 
-def test_sums_of_a_loop_that_takes_no_steps_take_bounded_memory(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_a_loop_that_takes_no_steps_take_bounded_memory(
+    ring: RecentSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder_module, "MOST_UNREAD", 10)
     recorder = Recorder()
     for _ in range(25):
@@ -252,24 +254,24 @@ def test_sums_of_a_loop_that_takes_no_steps_take_bounded_memory(ring: Ring, monk
     assert (recorder.totals["sent"], recorder.totals["received"]) == (25, 50)
 
 
-def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> None:
+def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: RecentSpans) -> None:
     recorder, ended = Recorder(), []
-    recorder.when_ended = lambda: ended.append(recorder.step)
+    recorder.on_step_ended = lambda: ended.append(recorder.step)
     with recorder.label("step") as span:
         time.sleep(0.002)
         now = time.perf_counter_ns()
         recorder.step_ended(now, stepped=True)
         (event,) = span.events()
-        assert 2e6 < recorder.at_end["step"] == now - event.begun
+        assert 2e6 < recorder.totals_at_end["step"] == now - event.begun
         time.sleep(0.001)
     recorder.step_ended(time.perf_counter_ns(), stepped=False)
     (event,) = span.events()
-    assert recorder.at_end["step"] == event.ended - event.begun
-    assert recorder.before["step"] < recorder.at_end["step"]
+    assert recorder.totals_at_end["step"] == event.ended - event.begun
+    assert recorder.totals_at_begin["step"] < recorder.totals_at_end["step"]
     assert (recorder.step, recorder.skipped, ended) == (3, 1, [2, 3])
 
 
-def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folder: Path) -> None:
+def test_an_error_writes_one_record_with_the_event_that_failed(ring: RecentSpans, folder: Path) -> None:
     flight.identify(1, [0, 1, 2], 600.0)
     recorder = Recorder()
     with pytest.raises(RuntimeError, match="lost"), recorder.label("step"), recorder.label("wait_sync", 4):
@@ -285,7 +287,7 @@ def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folde
     assert not list(folder.glob("*.tmp"))
 
 
-def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring, tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: RecentSpans, tmp_path: Path) -> None:
     assert flight.write("a test") is None
     (tmp_path / "file").write_text("not a folder")
     flight.record_to(tmp_path / "file")
@@ -296,7 +298,7 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring,
         flight.record_to(None)
 
 
-def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring) -> None:
+def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: RecentSpans) -> None:
     assert flight.overdue(time.perf_counter_ns(), 1.0) is None, "no event yet"
     label = Recorder().label("wait_sync", 1)
     span = label.__enter__()
@@ -306,7 +308,7 @@ def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring
     assert flight.overdue(span.newest_time() + 700_000_000, 1.0) is None
 
 
-def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> None:
+def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: RecentSpans) -> None:
     recorder = Recorder()
     recorder.clock = device = Device()
     for bucket in range(2):
@@ -315,15 +317,15 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> N
     recorder.step_ended(time.perf_counter_ns(), stepped=True)
     with recorder.label("join_streams"):
         pass
-    assert recorder.on_device() == []
+    assert recorder.take_intervals() == []
     device.passed = 4
-    assert [(one.phase, one.step, one.seconds, one.is_beside) for one in recorder.on_device()] == [
+    assert [(one.phase, one.step, one.seconds, one.is_on_side_stream) for one in recorder.take_intervals()] == [
         ("wait_reduce", 1, 1.0, False),
         ("wait_reduce", 1, 1.0, True),
     ]
     device.passed = 6
-    assert [one.phase for one in recorder.on_device()] == ["join_streams"]
-    assert recorder.on_device() == []
+    assert [one.phase for one in recorder.take_intervals()] == ["join_streams"]
+    assert recorder.take_intervals() == []
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 99, "fields": []})])
@@ -335,7 +337,9 @@ def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> N
         read_folder(tmp_path)
 
 
-def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_stays(ring: Ring, folder: Path) -> None:
+def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_stays(
+    ring: RecentSpans, folder: Path
+) -> None:
     recorder = Recorder()
     with recorder.label("wait_sync", 1):
         path = flight.write("no event for 9.0 s of a time-out of 12.0 s")
@@ -347,7 +351,7 @@ def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_s
     assert path.exists()
 
 
-def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: Path) -> None:
+def test_an_exception_that_ends_the_process_is_written_once(ring: RecentSpans, folder: Path) -> None:
     with Recorder().label("step"):
         pass
     flight.note_end(SystemExit(0))

@@ -36,8 +36,8 @@ def test_the_last_step_of_a_device_is_the_last_that_is_complete() -> None:
 
 def test_waits_beside_the_training_loop_are_not_exposed() -> None:
     device = OnDevice()
-    waits = [Interval("wait_reduce", 1, 3.0, is_beside=True), Interval("wait_sync", 1, 2.0)]
-    device.add([*waits, Interval("join_streams", 1, 0.25), Interval("local_step", 1, 9.0, is_beside=True)])
+    waits = [Interval("wait_reduce", 1, 3.0, is_on_side_stream=True), Interval("wait_sync", 1, 2.0)]
+    device.add([*waits, Interval("join_streams", 1, 0.25), Interval("local_step", 1, 9.0, is_on_side_stream=True)])
     assert device.total()["wait_reduce_s"] == 3.0
     assert device.total()["exposed_communication_s"] == 2.25
 

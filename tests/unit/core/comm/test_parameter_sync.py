@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddp_zero.core.comm.parameter_sync import ParameterSync
 from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.comm.recorder import one_by_one
+from ddp_zero.core.comm.recorder import run_acts
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.parameters import PublishedGradients
 from ddp_zero.core.local.storage import ViewStorage
@@ -75,7 +75,7 @@ class Stepped:
 
     def send(self) -> None:
         for bucket in self.plan.buckets:
-            one_by_one(self.sync.acts(bucket.index), PublishedGradients(self.params))
+            run_acts(self.sync.acts(bucket.index), PublishedGradients(self.params))
 
     def step(self) -> None:
         self.send()

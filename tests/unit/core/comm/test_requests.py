@@ -77,14 +77,14 @@ def test_a_connection_that_breaks_is_an_error_of_the_system(pair: tuple[Listener
                 raise ConnectionAbortedError
 
     hangs_up = HangsUp()
-    _, key = asks.ask(answers.admit(hangs_up), {})
+    _, key = asks.ask(answers.register(hangs_up), {})
     with pytest.raises(ConnectionError), asks.connection_to(key, HANG) as connection:
         receive_into(connection, memoryview(bytearray(2)))
 
 
 def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Listener, Listener], store: TCPStore) -> None:
     echo = Echo()
-    addresses = [one.admit(echo) for one in pair]
+    addresses = [one.register(echo) for one in pair]
 
     def ask(number: int) -> None:
         asks, address = pair[number % 2], addresses[(number + 1) % 2]
@@ -106,7 +106,7 @@ def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Listener, L
 def test_a_listener_ends_with_the_last_object_and_is_then_refused(pair: tuple[Listener, Listener]) -> None:
     asks, answers = pair
     objects = [Echo(), Echo()]
-    addresses = [answers.admit(one) for one in objects]
+    addresses = [answers.register(one) for one in objects]
     del objects[0]
     gc.collect()
     assert asks.ask(addresses[1], {"n": 1})[0] == {"n": 1}
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_answer_is_gone(pair: tuple[Listener, Listener], mo
 def test_a_wait_that_has_been_the_longest_goes_on(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "LONGEST_WAIT", timedelta(seconds=0.2))
     listener, echo = Listener(store), Echo()
-    address = listener.admit(echo)
+    address = listener.register(echo)
     time.sleep(0.7)
     assert listener.ask(address, {"n": 1})[0] == {"n": 1}
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_a_question_that_cannot_be_answered_ends_with_one_line(
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     asks, answers = pair
     echo = Echo()
-    address = answers.admit(echo)
+    address = answers.register(echo)
     _, key = asks.ask(address, request_)
     with pytest.raises(ConnectionError), asks.connection_to(key, HANG) as connection:
         connection.recv_into(memoryview(bytearray(1)))
@@ -157,7 +157,7 @@ def test_a_question_that_cannot_be_answered_ends_with_one_line(
 def test_a_fork_neither_answers_nor_ends_the_listener(pair: tuple[Listener, Listener]) -> None:
     asks, answers = pair
     echo = Echo()
-    address = answers.admit(echo)
+    address = answers.register(echo)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 advises against forking with threads
         child = os.fork()
@@ -172,7 +172,7 @@ def test_a_fork_neither_answers_nor_ends_the_listener(pair: tuple[Listener, List
 def test_a_store_that_goes_ends_the_listener() -> None:
     store = TCPStore("127.0.0.1", 0, 1, True)
     listener, echo = Listener(TCPStore("127.0.0.1", store.port, 1, False)), Echo()
-    listener.admit(echo)
+    listener.register(echo)
     del store
     assert wait_until(lambda: not listener.thread.is_alive())
     listener.close()

@@ -56,7 +56,7 @@ if ending in ENDINGS:
     serving.LAST_SECONDS, fails, is_at_the_end = ENDINGS[ending]
     is_asked, store, slow = threading.Event(), TCPStore("127.0.0.1", 0, 1, True), Slow()
     if is_at_the_end:
-        serving.watch_the_end(ask)
+        serving.watch_script_end(ask)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     listener, address = requests.listen(dist.group.WORLD, slow)
     if not is_at_the_end:
@@ -65,13 +65,13 @@ if ending in ENDINGS:
         raise ValueError("expected")
 elif ending == "frees memory":
     is_last = threading.Event()
-    serving.watch_the_end()
+    serving.watch_script_end()
     serving.start_serving("last to hold the memory", Memory().work)
     is_last.set()
 elif ending == "starts a thread":
     start, threading.Thread.start = threading.Thread.start, start_slowly
     main_has_ended = threading.Event()
-    serving.watch_the_end()
+    serving.watch_script_end()
     threading.Thread(target=Stay(requests.Listener(HashStore()), "a/1", [], 5.0).leave).start()
     threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
 """
