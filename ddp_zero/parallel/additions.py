@@ -56,14 +56,16 @@ class Recipe:
             )
 
 
-def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup) -> ParamGroup:
-    """An added group as torch parses it beside these; TypeError or ValueError as in any optimizer of torch."""
+def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup, model: nn.Module | None) -> ParamGroup:
+    """An added group as torch parses it beside these, with names of the model if these have names.
+
+    TypeError or ValueError as in any optimizer of torch.
+    """
     beside = Optimizer([dict(group) for group in groups], {})
     if isinstance(param_group, dict):
         param_group = dict(param_group)
-        is_empty = isinstance(given := param_group.get("params"), list | tuple) and not given
-        if is_empty and "param_names" in beside.param_groups[0]:
-            param_group["param_names"] = []  # or torch takes an empty group for one without names
+        if "param_names" in beside.param_groups[0]:
+            AddedGroup.name(param_group, beside.param_groups, [] if model is None else [model])
     beside.add_param_group(param_group)
     return beside.param_groups[-1]
 
@@ -199,8 +201,6 @@ def extend(
             "state_dict() of this one. [ZERO-812]"
         )
     group = member.with_meeting(group)
-    if not group["params"] and "param_names" in member.zero.param_groups[0]:
-        group = {**group, "param_names": []}  # as in `parse_group`
     for kind, cuts in found.items():
         member.meeting[kind].cuts.update(cuts)
         undoing.callback(_drop, member.meeting[kind].cuts, cuts)

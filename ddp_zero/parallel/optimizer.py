@@ -238,9 +238,9 @@ class ParallelOptimizer(Optimizer, Joinable):
         with agreements(self._comms, doing, {}) as statements:
             for member in self._members:
                 member.check_can_add()
-            group = parse_group(self._own_groups, param_group)
-            recipe.check_added(group)
             model, first = self._model(), len(self._own_groups)
+            group = parse_group(self._own_groups, param_group, model)
+            recipe.check_added(group)
             if model is None:
                 raise RuntimeError(
                     "ParallelOptimizer does not support add_param_group() without the model that it was built with, "

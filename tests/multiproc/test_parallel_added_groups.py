@@ -114,7 +114,10 @@ class Added(Twins):
                 for _, param in group["params"]:
                     param.requires_grad_(True)
             self.plain.add_param_group(dict(self.their_groups[place]))
-            self.opt.add_param_group(dict(self.groups[place]))
+            names, params = zip(*self.groups[place]["params"], strict=True)
+            nameless = {"params": iter(params)} if place % 2 else {}  # the plain one takes them beside others without
+            self.opt.add_param_group({**self.groups[place], **nameless})
+            assert self.opt.param_groups[-1]["param_names"] == [*names]
 
     def backward(self, *batch: Any, loss: Any = None) -> None:
         super().backward(*batch, loss=self._scaled)

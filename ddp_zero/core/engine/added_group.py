@@ -1,6 +1,6 @@
 """Adds a parameter group to an optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class AddedGroup:
                 check_in_one_group([*exposed, param_group])
                 keys = list(param_group) if isinstance(param_group, dict) else []  # without defaults
                 if "param_names" in exposed[0]:
-                    self._name(param_group, engine.passes.models.alive)
+                    self.name(param_group, exposed, engine.passes.models.alive)
                 with ending_with("[ZERO-102]"):
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
@@ -58,17 +58,19 @@ class AddedGroup:
             self.undo()
             raise
 
-    def _name(self, param_group: ParamGroup, models: Iterable[nn.Module]) -> None:
-        """Give names to a group without, since all or none may have them and `shard_optimizer` gives them."""
+    @staticmethod
+    def name(param_group: ParamGroup, groups: Sequence[ParamGroup], models: Iterable[nn.Module]) -> None:
+        """Give names to a group without, beside these: all or none may have them, and `shard_optimizer` gives them."""
         given = param_group.get("params") if isinstance(param_group, dict) else None
         if not isinstance(given, Iterable) or isinstance(given, set):
             return  # torch refuses it
         params = param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
         if all(isinstance(one, Tensor) for one in params):
-            taken = {name for group in self._shard.param_groups for name in group["param_names"]}
+            taken = {name for group in groups for name in group["param_names"]}
+            first = sum(len(group["params"]) for group in groups)
             named = [pair for model in models for pair in model.named_parameters()]
             name_of = {param: name for name, param in named if name not in taken}
-            names = [name_of.get(one, f"added.{place}") for place, one in enumerate(params, len(self._shard.table))]
+            names = [name_of.get(one, f"added.{place}") for place, one in enumerate(params, first)]
             param_group.setdefault("param_names", names)
 
     def commit(self) -> None:
