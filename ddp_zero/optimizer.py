@@ -515,13 +515,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self) -> MutableMapping[Any, Any]:
         """Per-parameter state of this rank's shard, keyed by parameter: the state of the local optimizer.
 
-        Master weights are in ``master_weights``.
+        Master weights are in ``master_weights``. Of a parameter that is cut, a state that is set in the parameter's
+        shape becomes that of this rank's elements, which is 1-D.
         """
         return self._states.state()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
-        self._states.replace_state(state)
+        self._states.replace_state(self.state, state)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.

@@ -3,7 +3,7 @@
 import copy
 import json
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -561,10 +561,21 @@ class ParallelOptimizer(Optimizer, Joinable):
 
     # State
 
-    @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """State of this rank's owned parameters, of all members."""
-        return {param: state for member in self.members for param, state in member.state.items()}
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """State of this rank's owned parameters, of all members; see `ZeroRedundancyOptimizer.state`.
+
+        States that are set for parameters of other ranks, also for parts of which another rank steps the whole, are
+        theirs to set, and left out here.
+        """
+        return states_of(self.members[0]).state_of(
+            lambda: [shard_of(member) for member in self.members],
+            lambda param: self._stepped_for.get(param, param),
+        )
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        states_of(self.members[0]).replace_state(self.state, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict over this rank's parameters, in the order of the given groups.

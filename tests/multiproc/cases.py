@@ -1,6 +1,7 @@
 """Optimizers and models that multi-process tests share, and the reference they compare with."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -369,6 +370,24 @@ def _held(param: Tensor) -> Tensor:
     value: Any = param.detach()
     held: Tensor = value.to_local() if hasattr(value, "to_local") else value
     return held
+
+
+def _set_all(one: Optimizer, _: Tensor) -> None:
+    """States in the shape of the parameters, as a loop sets them that knows nothing of shards."""
+    for param in (param for group in one.param_groups for param in group["params"]):
+        moments = {"exp_avg": torch.full_like(param, 0.125), "exp_avg_sq": torch.full_like(param, 0.25)}
+        one.state[param] = {"step": torch.tensor(3.0), **moments}
+
+
+STATE_WRITES: list[Callable[[Optimizer, Tensor], object]] = [
+    lambda one, _: one.state.clear(),
+    lambda one, first: one.state.pop(first, None),  # of which another rank may be the owner
+    lambda one, _: one.state.update((param, {}) for param in [*one.state]),
+    _set_all,
+    lambda one, _: setattr(one, "state", defaultdict(dict)),
+    lambda one, first: setattr(one, "state", defaultdict(dict, {first: {}})),
+]
+"""Of loops that drop or set states of an AdamW by hand, given the optimizer and a parameter."""
 
 
 def sharded_twins(

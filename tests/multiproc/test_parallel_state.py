@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,8 @@ import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.cases import assert_identical, batches
+from tests.multiproc.beside_parallel import MeshTwins, mesh_of_4
+from tests.multiproc.cases import STATE_WRITES, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
@@ -93,6 +94,34 @@ def misnamed(spread: Spread, names: Any) -> ParallelOptimizer:
     groups = dense_and_experts(spread.model, spread.opt.members[1].process_group)
     options: Any = {"data_parallel_group": dist.group.WORLD, "global_names": names, **OPTIONS}
     return ParallelOptimizer(spread.model, AdamW, groups, **options)
+
+
+# The state as a mapping
+
+
+@case(4, few=["experts", "distributed tensors"])
+def _states_that_the_loop_drops_or_sets_are_those_of_the_next_step(setup: Setup, configurations: list[str]) -> None:
+    for kind in configurations:
+        mesh = mesh_of_4()
+        modes: list[dict[str, Any]] = [{}, {"partition": "elements"}]
+        for mode in modes:
+            twins = MeshTwins(kind, mesh, **mode)
+            feed: Any = zip(batches(twins.place, 100), strict=True)
+            twins.feed = feed
+            held = twins.opt.state
+            for write in STATE_WRITES:
+                twins.go_on(1)
+                for (model, optimizer), end in product(twins.sides, (0, -1)):
+                    write(optimizer, [*model.parameters()][end])
+            twins.go_on(2)
+            assert held.keys() == twins.opt.state.keys() == {*held} > set(), "what was held follows"
+            assert len(held) == sum(len(member.state) for member in twins.opt.members)
+            assert all(twins.opt.state[param] is state for param, state in held.items())
+            assert isinstance(copy.deepcopy(held), dict)
+            twins.opt.members[-1].optim.state["of none"] = 3
+            assert twins.opt.state.pop("of none") == 3
+            twins.opt.state["of none"] = 4
+            assert "of none" in twins.opt.members[0].optim.state
 
 
 # Tensor parallel parts

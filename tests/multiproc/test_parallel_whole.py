@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,39 @@ def _state_stays_on_hosts_and_continues(setup: Setup) -> None:
     other: Any = shard_optimizer(again, AdamW, groups_by_hand(again.module, True), **options_of(mesh) | {"lr": 1.0})
     other.load_state_dict(saved)
     train(mesh, again, other, one, whole, range(2, 4))
+
+
+@case(4)
+def _state_of_wholes_that_the_loop_drops_or_sets_is_that_of_the_next_step(setup: Setup) -> None:
+    mesh = mesh_of(setup)
+    for uneven in (False, True):
+        cut = Cut(mesh, AdamW, True, uneven)
+        wholes = dict(cut.whole.named_parameters())
+
+        def set_wholes(state: Any, params: Mapping[str, Any], wholes: Any = wholes) -> None:
+            for name, param in params.items():
+                if name.rpartition(".")[2] in CUTS:
+                    state[param] = {"momentum_buffer": torch.full_like(wholes[name], 0.125)}
+
+        writes: list[Any] = [
+            lambda state, _: state.clear(),
+            set_wholes,
+            lambda state, params: state.update((param, {}) for param in params.values()),
+        ]
+        for step, write in enumerate(writes):
+            cut.train(range(2 * step, 2 * step + 2))
+            write(cut.opt.state, dict(cut.ddp.module.named_parameters()))
+            for one in cut.one.all:
+                stepped = {param for group in one.param_groups for param in group["params"]}
+                write(one.state, {name: param for name, param in wholes.items() if param in stepped})
+        part = cut.ddp.module.get_parameter("0.up")
+        with pytest.raises(ValueError, match=r"fit its shape as a whole, \[16, 8\], got shape \[.*\].*ZERO-604"):
+            cut.opt.state[part] = {"momentum_buffer": torch.zeros_like(part)}
+        again = Cut(mesh, AdamW, True, uneven)
+        again.ddp.load_state_dict(cut.ddp.state_dict())
+        again.opt.load_state_dict(cut.opt.state_dict())
+        again.continues(cut)
+        again.train(range(6, 8))
 
 
 @case(4)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,15 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.local.placement import state_bytes
+from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,
+    STATE_WRITES,
     LargestLiveBytes,
     OptimizerCase,
     Twins,
@@ -209,26 +209,57 @@ def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
 
 
 @case(2)
-def _states_that_the_loop_drops_begin_anew(setup: Setup) -> None:
-    drops: list[Callable[[Optimizer, Tensor], object]] = [
-        lambda one, first: one.state.clear(),
-        lambda one, first: one.state.pop(first, None),  # of which another rank may be the owner
-        lambda one, first: one.state.update((param, {}) for param in [*one.state]),
-        lambda one, first: setattr(one, "state", defaultdict(dict)),
-        lambda one, first: setattr(one, "state", defaultdict(dict, {first: {}})),
-    ]
+def _states_that_the_loop_drops_or_sets_are_those_of_the_next_step(setup: Setup) -> None:
     for mode in ({"stage": 2, "partition": "elements"}, {"master_weights": True}, {"stage": 2}, {}):
         twins = sharded_twins(**mode)
         held = twins.opt.state
 
         def drop(step: int, twins: Twins = twins) -> None:
             for model, optimizer in twins.sides:
-                drops[step](optimizer, next(model.parameters()))
+                STATE_WRITES[step](optimizer, next(model.parameters()))
 
-        twins.train(setup, len(drops), after_step=drop, where=f"{mode}")
+        twins.train(setup, len(STATE_WRITES), after_step=drop, where=f"{mode}")
         twins.train(setup, 1, where=f"{mode}, at last")
         assert held.keys() == twins.opt.state.keys() > set(), "what was held follows"
         assert isinstance(copy.deepcopy(held), dict)
+
+
+@case(2)
+def _a_state_that_is_set_fits_what_this_rank_steps(setup: Setup) -> None:
+    opt = sharded_twins(partition="elements").opt
+    holdings = internals.shard_of(opt).binding.owned_parts()
+    index, part = next((index, part) for index, part in holdings.items() if part is not None)
+    param, numel = internals.shard_of(opt).table.params[index], part.stop - part.start
+    with pytest.raises(ValueError, match=rf"elements {part.start} to {part.stop}, got shape \[{numel + 1}\].*ZERO-604"):
+        opt.state[param] = {"exp_avg": torch.zeros(numel + 1)}
+    with pytest.raises(ValueError, match=r"tensor of shape \[3\] that is not.*ZERO-119"):
+        opt.state[torch.zeros(3)] = {}
+    assert not opt.state
+    for shape in (param.shape, (numel,)):
+        given = {"exp_avg": torch.zeros(shape)}
+        assert opt.state.pop(param, None) is None
+        assert (opt.state.setdefault(param, given) is opt.state[param]) is (len(shape) == 1)
+        assert opt.state.pop(param)["exp_avg"].shape == (numel,)
+    low = sharded_twins(build_model().bfloat16(), master_weights=True).opt
+    for one in low.param_groups[0]["params"]:
+        low.state[one] = {"exp_avg": torch.zeros_like(one)}
+    assert {state["exp_avg"].dtype for state in low.state.values()} == {torch.float32}, "as the masters"
+
+
+@case(2)
+def _states_that_are_set_for_parameters_of_other_ranks_are_in_no_checkpoint(setup: Setup) -> None:
+    twins = sharded_twins()
+    twins.train(setup, 1)
+    for one in twins.opt.param_groups[0]["params"]:
+        twins.opt.state[one] = {"step": torch.tensor(1.0), "exp_avg": one * 0, "exp_avg_sq": one * 0}
+    twins.opt.state.update((param, {}) for param in [*twins.opt.state])
+    named = {name for name, _ in twins.model.module.named_parameters()}
+    own = twins.opt.sharded_state_dict(init_missing=True)["state"]
+    every: list[Any] = [{}, {}]
+    dist.all_gather_object(every, {name: sorted(state) for name, state in own.items()})
+    assert not every[0].keys() & every[1].keys()
+    assert every[0].keys() | every[1].keys() == named
+    assert {*map(tuple, (every[0] | every[1]).values())} == {("exp_avg", "exp_avg_sq", "step")}
 
 
 @case(1, 2, 3)

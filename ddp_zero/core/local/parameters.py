@@ -167,6 +167,12 @@ class ParameterTable:
         target = self.shape_of_state(index, key)
         return len(shape) == len(target) and all(size in (1, full) for size, full in zip(shape, target, strict=True))
 
+    def describe_state(self, index: int, part: Part) -> str:
+        """The shape that `fits_state` expects, in messages."""
+        whole = self.wholes.get(index)
+        shape = "its shape" if whole is None else f"its shape as a whole, {list(whole.shape)}"
+        return shape if part is None else f"{shape}, of which this rank has elements {part.start} to {part.stop}"
+
     def name(self, index: int) -> str:
         given = self._names[index]
         return given if given is not None else f"parameter {index}"

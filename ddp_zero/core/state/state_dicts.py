@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
+from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load, suboptimizer_for
 from ddp_zero.core.local.instances import Instance, state_for
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
@@ -42,6 +42,9 @@ _AS_SAVED = (
     "Build the optimizer from the model and the groups of the run that saved it; groups that it added come from "
     "opt.add_param_group()."
 )
+_OF_ANOTHER_MODEL = (
+    f"It is of a different model, or its parameters were given in a different order, and was not loaded. {_AS_SAVED}"
+)
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,77 @@ class _Prepared:
 
 
 class _ByParameter(MutableMapping[Any, Any]):
-    """A live view of the local optimizer's state, keyed by parameters in place of the tensors that it steps."""
+    """A live view of local optimizers' states, keyed by parameters in place of the tensors that they step.
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+    Args:
+        shards: the shards that have the states, asked for at each use.
+        stepped_for: the parameter of a shard for one that the user holds.
+    """
 
-    def _key(self, key: Any) -> Any:
-        index = self._shard.table.index_of.get(key) if isinstance(key, Tensor) else None
-        return key if index is None else self._shard.targets[index]
+    def __init__(
+        self, shards: Callable[[], Sequence[Shard]], stepped_for: Callable[[Tensor], Tensor] = lambda param: param
+    ) -> None:
+        self._shards = shards
+        self._stepped_for = stepped_for
+
+    def _find(self, key: Any) -> tuple[Shard, int | None]:
+        """The shard of a parameter, and its index; for another key the shard that has it, or the first."""
+        shards = self._shards()
+        if isinstance(key, Tensor):
+            param = self._stepped_for(key)
+            for shard in shards:
+                if param in shard.table.index_of:
+                    return shard, shard.table.index_of[param]
+        return next((shard for shard in shards if key in shard.inner_state), shards[0]), None
+
+    def _place(self, key: Any) -> tuple[State, Any]:
+        shard, index = self._find(key)
+        return shard.inner_state, key if index is None else shard.targets[index]
 
     def __getitem__(self, key: Any) -> Any:
-        state, stepped = self._shard.inner_state, self._key(key)
+        state, stepped = self._place(key)
         if stepped not in state:  # a look-up in a defaultdict would add the key
             raise KeyError(key)
         return state[stepped]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._shard.inner_state[self._key(key)] = value
+        shard, index = self._find(key)
+        if index is not None:
+            self._write(shard, index, value)
+        elif isinstance(key, Tensor):
+            raise ValueError(
+                f"Expected a parameter of this optimizer as the key of a state, got a tensor of shape "
+                f"{list(key.shape)} that is not. Pass an object from opt.param_groups. [ZERO-119]"
+            )
+        else:
+            shard.inner_state[key] = value
+
+    def _write(self, shard: Shard, index: int, value: Any) -> None:
+        table, stepped, part = shard.table, shard.targets[index], shard.targets.part(index)
+        kind = type(suboptimizer_for(shard.inner, shard.param_groups[table.groups[index]]))
+        check_state(value, table, index, kind, part, "Give it in the shape of the whole, on every rank.")
+        whole = table.wholes.get(index)
+        if not shard.binding.owns(index) or not (whole is None or whole.is_here):
+            return  # a different rank steps it
+        param = table.params[index]
+        own = value if stepped is param else state_for(own_state(value, param, part), param, stepped)
+        is_same = all(own[key] is value[key] for key in value)
+        shard.inner_state[stepped] = value if is_same else own  # so that what `setdefault` returns is the state
 
     def __delitem__(self, key: Any) -> None:
-        del self._shard.inner_state[self._key(key)]
+        state, stepped = self._place(key)
+        del state[stepped]
 
     def __iter__(self) -> Iterator[Any]:
-        params, index_of = self._shard.table.params, self._shard.targets.index_of
-        return (params[index_of(key)] if isinstance(key, Tensor) else key for key in self._shard.inner_state)
+        for shard in self._shards():
+            for key in shard.inner_state:
+                if isinstance(key, Tensor):
+                    yield shard.table.params[shard.targets.index_of(key)]
+                elif self._find(key)[0] is shard:  # several may have one
+                    yield key
 
     def __len__(self) -> int:
-        return len(self._shard.inner_state)
+        return sum(1 for _ in self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds the states, not the optimizer
         return dict, (dict(self),)
@@ -109,11 +156,17 @@ class StateDicts:
         if self._gathered is not None:
             return self._gathered
         shard = self._shard
-        return shard.inner_state if shard.targets.are_parameters else _ByParameter(shard)
+        return shard.inner_state if shard.targets.are_parameters else _ByParameter(lambda: [shard])
 
-    def replace_state(self, state: Mapping[Any, Any]) -> None:
+    @staticmethod
+    def state_of(shards: Callable[[], Sequence[Shard]], stepped_for: Callable[[Tensor], Tensor]) -> State:
+        """See `ParallelOptimizer.state`; of these shards, by the parameters for which they have their own."""
+        return _ByParameter(shards, stepped_for)
+
+    @staticmethod
+    def replace_state(own: State, state: Mapping[Any, Any]) -> None:
         """Replace all states by these, keyed by parameter, in the same dict, which a mixed optimizer's parts share."""
-        given, own = dict(state), self.state()
+        given = dict(state)
         own.clear()
         own.update(given)
 
@@ -406,7 +459,7 @@ class StateDicts:
         for index in shard.binding.owned():
             stepped, of_whole = shard.targets[index], shard.table.wholes.get(index)
             is_here = of_whole is None or of_whole.is_here
-            if is_here and shard.table.params[index].requires_grad and stepped not in shard.inner_state:
+            if is_here and shard.table.params[index].requires_grad and not shard.inner_state.get(stepped):
                 fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
                 states[names[index]] = {**fresh, **states.get(names[index], {})}
 
@@ -460,8 +513,8 @@ class StateDicts:
         shard.masters.follow_model()
         shard.order.note_new(shard.inner_state, shard.targets.index_of)
         by_index = with_masters(shard.inner_state, shard.targets)
-        indices = sorted((index for index in by_index if isinstance(index, int)), key=self.birth_of)
-        return {index: by_index[index] for index in indices}
+        owned = (index for index in shard.binding.owned() if index in by_index)  # users may write to others
+        return {index: by_index[index] for index in sorted(owned, key=self.birth_of)}
 
     def loss_scale_state(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""
@@ -649,7 +702,12 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
 
 
 def check_state(
-    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: Part = None
+    value: Any,
+    table: ParameterTable,
+    index: int,
+    optimizer_class: type[Optimizer],
+    part: Part = None,
+    remedy: str = _OF_ANOTHER_MODEL,
 ) -> None:
     """Raise ValueError unless a state is a dict and, for torch's optimizers, its tensors have the parameter's shape.
 
@@ -665,9 +723,8 @@ def check_state(
     for key, tensor in value.items():
         if isinstance(tensor, Tensor) and tensor.dim() and not table.fits_state(index, key, tensor.shape, part):
             raise ValueError(
-                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. It "
-                "is of a different model, or its parameters were given in a different order, and was not loaded. "
-                f"{_AS_SAVED} [ZERO-604]"
+                f"Expected state {key!r} of {table.label(index)} to fit {table.describe_state(index, part)}, got shape "
+                f"{list(tensor.shape)}. {remedy} [ZERO-604]"
             )
 
 
