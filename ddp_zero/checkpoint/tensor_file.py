@@ -341,9 +341,10 @@ def read(folder: Path, stored: StoredTensor, device: torch.device, checks: bool 
 
 
 def pieces(folder: Path, stored: StoredTensor, checks: bool = True) -> Iterator[memoryview]:
-    """A tensor's bytes in reused memory, at most 4 MiB at a time if it lies in one place, in whole elements.
+    """A tensor's bytes, in pieces of whole elements: of at most 4 MiB if it is stored contiguously, else all at once.
 
-    Raises ValueError, possibly at the end, if they are damaged.
+    The memory is reused: finish with a piece before asking for the next. Raises ValueError, possibly at the end, if the
+    bytes are damaged.
     """
     if [chunk for chunk, _ in stored.chunks] != [stored.chunk]:
         yield memory_of(read(folder, stored, torch.device("cpu"), checks).contiguous())

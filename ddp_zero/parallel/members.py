@@ -125,7 +125,7 @@ def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
 def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, object]) -> Iterator[list[Agreement]]:
     """A block that succeeds on all of these ranks, with the same facts, or raises on all."""
     with ExitStack() as stack:
-        # twice: what only the last level has found, on some of its ranks, is told to the levels that were left before
+        # each group agrees twice: an error found in the last agreement must still reach groups that had agreed before
         told = comms if len(comms) > 1 else ()
         every = [stack.enter_context(Agreement(comm, doing)) for comm in [*reversed(told), *reversed(comms)]]
         found = every[len(told) :][::-1]

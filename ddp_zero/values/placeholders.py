@@ -127,18 +127,18 @@ def can_await(tensors: Iterable[Tensor]) -> bool:
     return all(getattr(function, "__func__", function) in _FUNCTIONS for function in functions)
 
 
-def expect(tensors: Iterable[Tensor], arrival: Arrival) -> None:
+def intercept_uses(tensors: Iterable[Tensor], arrival: Arrival) -> None:
     """From now on, any use of one of these tensors calls ``arrival``.
 
-    The caller keeps them alive until `release` is called with them: by ``arrival``, which waits for their values, once
-    they are there for all streams. Or it raises.
+    The caller keeps them alive until ``arrival`` has waited for their values and called `stop_intercepting`, once the
+    values are there for all streams. Or it raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival
         tensor.__class__ = _awaited_type(type(tensor))
 
 
-def release(tensors: Iterable[Tensor]) -> None:
+def stop_intercepting(tensors: Iterable[Tensor]) -> None:
     """Make tensors ordinary again: their values have arrived or never will."""
     for tensor in tensors:
         if isinstance(tensor, Awaited):  # its type first: a thread that finds nothing to wait for repeats its call

@@ -23,7 +23,7 @@ def _assert_equal(seeds: Sequence[int], ranks: int, draws: Any = draw_before) ->
     assert tally.passed > tally.cases / 2
 
 
-def test_a_handful_of_cases() -> None:
+def test_drawn_and_once_failing_cases_train_as_plain_ddp() -> None:
     _assert_equal((*SEEDS, *FOUND), 2)
 
 

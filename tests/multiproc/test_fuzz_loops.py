@@ -83,7 +83,7 @@ def test_every_idiom_is_drawn() -> None:
     assert {statement.verb for one in drawn for statement in one.statements} == set(VERBS)
 
 
-def test_gradients_are_zeroed_in_every_form_and_place() -> None:
+def test_every_form_and_place_of_zeroing_gradients_is_drawn() -> None:
     zeros = {idiom for one in _many() for idiom in one.idioms if idiom.startswith("zero: ")}
     forms = [(by, form) for by in ("opt", "model", "ddp") for form in ("none", "zeros")]
     forms += [("hand", form) for form in ("none", "zero_", "detach_")]

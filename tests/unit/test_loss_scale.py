@@ -170,7 +170,7 @@ def test_a_number_is_a_scale_that_never_changes(number: float) -> None:
     assert not scale.is_at_minimum
 
 
-def test_a_policy_is_a_scale_that_begins_at_the_initial_one() -> None:
+def test_a_dynamic_loss_scale_begins_at_its_initial_value() -> None:
     scale = LossScale(DynamicLossScale(initial=32))
     assert scale.is_dynamic
     assert (scale.value, type(scale.value)) == (32.0, float)

@@ -26,7 +26,7 @@ class UsageCounts(ABC):
 
 
 class BucketGradients(GradientSource):
-    """A bucket whose reduction was started in this iteration."""
+    """The gradients of a bucket: waited for, read by the step, then kept or released; in each pass again."""
 
     params: list[Tensor]
     on_stream: AbstractContextManager[object]

@@ -61,7 +61,7 @@ class ExactSums:
         """Have gradients show the sums that users have changed."""
         for grad, known in list(self.shown_by.items()):
             if known.versions is not None:
-                self.of(grad)
+                self.of(grad)  # writes an edited sum into the gradient
 
     def forget_edits(self) -> None:
         """Users change no sum from now on."""

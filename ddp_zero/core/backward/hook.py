@@ -116,7 +116,7 @@ class OverlapHook:
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         # the pass under way, or the last one
         self._choice = _NONE
-        self._num_reduced = 0  # of DDP's buckets
+        self._num_reduced = 0  # buckets given to the hook: DDP's in stage 1, the plan's in stage 2
         self._steps = StepsInBackward(runner, gradients, self.machine, side, self._joins, weakly(self.reset))
         self._resolved: Future[Any] = Future()  # of stage 2's buckets, whose averages are not published
         self._resolved.set_result(None)
@@ -216,7 +216,7 @@ class OverlapHook:
     def confirm_step(self) -> None:
         """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
         if self.machine.phase in (Phase.REST, Phase.RUNNING):
-            self._refuse_unreduced()
+            self._explain_unreduced()
         self.machine.step_called()
         self.late_changes.check_none()
         self._passes.forget()
@@ -233,8 +233,8 @@ class OverlapHook:
         self.machine.user_calls_step = True
         return True
 
-    def _refuse_unreduced(self) -> None:
-        """Raise, since no backward pass has stepped or its last bucket has not arrived: say which gradient, and why."""
+    def _explain_unreduced(self) -> None:
+        """Raise an error that names a gradient that was not reduced, and the cause; return if neither can be told."""
         table, where = self._shard.table, self.machine.where
         self._passes.models.check_none_lost(where)
         if not self._passes.last_is_local:

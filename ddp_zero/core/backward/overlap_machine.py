@@ -112,7 +112,7 @@ def _why_not_by_bucket(facts: Facts) -> str | None:
 
 
 def turns(regime: Regime, lag: int | None, count: int) -> list[range]:
-    """The buckets to step when each of a pass has arrived; see `OverlapMachine` for the lag."""
+    """For each bucket of a pass, the buckets to step once it is full; see `OverlapMachine` for the lag."""
     if regime is not Regime.OVERLAPPED:
         return [range(0)] * count
     behind = [0 if lag is None else max(0, place + 1 - lag) for place in range(count)]

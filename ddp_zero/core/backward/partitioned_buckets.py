@@ -174,9 +174,10 @@ class PartitionedBuckets:
         started = self.started()
         held = {*map(_PROGRESS, started)} - {RELEASED}
         is_in_flight = any(one < SUMMED for one in held)
-        for bucket in started if held else ():
-            if bucket.progress != RELEASED:
-                bucket.release()
+        if held:  # seldom: most buckets were released in the pass
+            for bucket in started:
+                if bucket.progress != RELEASED:
+                    bucket.release()
         self._rest(is_in_flight)
         self.forget()
 

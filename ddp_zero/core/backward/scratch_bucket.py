@@ -154,7 +154,7 @@ class ReduceContext:
 
     @property
     def is_in_use(self) -> bool:
-        """True if some scratch is not free: between passes, a failed one has left it to messages in flight."""
+        """True if any scratch is lent: between passes, to messages in flight that a failed pass has left."""
         return any(buffer.is_lent for buffer in self.scratches)
 
     def compile(self, segments: "Sequence[ScratchBucket]") -> None:
@@ -375,7 +375,7 @@ class ScratchBucket(BucketGradients):
             if receives.has_streams:
                 receives.give_back()
             receives.is_lent = False
-        self._reduction, self.progress = None, SUMMED  # it holds on to memory
+        self._reduction, self.progress = None, SUMMED  # a reduction holds on to memory
 
     def _add_carried(self) -> None:
         # on the stream that has summed; the next reader of the sum is this stream, or comes after `join`

@@ -53,11 +53,11 @@ from ddp_zero.core.comm.groups import (
     TensorPeers,
     backends_of,
     check_not_forked,
-    count_built,
     device_of,
     inherit_job_time_out,
     job_store_of,
     message_time_out,
+    next_number,
     remember_device,
     time_out_of,
 )
@@ -313,7 +313,7 @@ class Communicator(Transport, TensorPeers):
         All tensors are on ``device``, of the same type on every rank; ``what`` names them in messages.
         """
         if self.has_direct_messages(device):
-            number = count_built(self.process_group, "all_to_all")
+            number = next_number(self.process_group, "all_to_all")
             PointToPointExchange(self, sent, received, (number,)).post().wait(what)
             return
         ranks = [GroupRank(rank) for rank in range(self.world_size)]
@@ -414,7 +414,7 @@ class Communicator(Transport, TensorPeers):
         group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
         if self.has_direct_messages(staged.device):
             # numbers match because every rank enters agreements of a group in the same order
-            number = count_built(group, "gather")
+            number = next_number(group, "gather")
             what = "an agreement between ranks"
             gathered = all_gather_by_messages(group, staged, number, self.name, what, self.message_time_out)
         else:
@@ -490,4 +490,4 @@ def next_generation(group: ProcessGroup | None) -> int:
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     is_member = group is not None and dist.get_rank(group) >= 0  # outside of a group torch gives a number
-    return count_built(group, "optimizer") if group is not None and is_member else 0
+    return next_number(group, "optimizer") if group is not None and is_member else 0

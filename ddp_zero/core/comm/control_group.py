@@ -19,7 +19,7 @@ from ddp_zero.core.comm.groups import (
     TensorPeers,
     all_gather_text_across,
     check_process,
-    count_built,
+    next_number,
     store_of,
 )
 from ddp_zero.core.plan.partition import GroupRank
@@ -43,7 +43,7 @@ class ControlGroup(TensorPeers):
         self._num_gathers = 0
         # not `new_group`: it requires all ranks of the job, or names a group by the number of a rank's groups, which
         # differs by rank
-        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
+        shared = dist.PrefixStore(f"ddp_zero/{next_number(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             # only now that every rank is here: Gloo's shorter time-out for connecting would run against a late rank.

@@ -338,6 +338,7 @@ class PreparedExchange(Exchange):
             self._abandon()
         comm = self._comm
         self._pending = self._works
+        # with the round, so that a late message of an abandoned step matches no receive of this one
         self._start(self._base_tag ^ comm.round_tag)
         span = current.span
         if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
@@ -347,8 +348,8 @@ class PreparedExchange(Exchange):
         return self
 
     def _abandon(self) -> None:
-        """Keep the memory of a dropped iteration alive, not waited for: peers may still read and write there."""
-        Exchange([*self._pending], (), self._tensors)
+        """Keep works and memory of a dropped iteration until the process ends: peers may still read and write there."""
+        unfinished.add(Exchange([*self._pending], (), self._tensors))
         self._failure = None
 
     def __del__(self) -> None:

@@ -99,7 +99,7 @@ def message_time_out(group: ProcessGroup) -> timedelta | None:
 @dataclass
 class _GroupRecord:
     process: int = field(default_factory=os.getpid)
-    built: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
     device: torch.device | None = None
     message_time_out: timedelta | None = None
 
@@ -126,11 +126,11 @@ def device_of(group: ProcessGroup, device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def count_built(group: ProcessGroup, what: str) -> int:
-    """The number of objects of a kind that this process has built on a group, including the one being built."""
-    built = _records.setdefault(group, _GroupRecord()).built
-    built[what] += 1
-    return built[what]
+def next_number(group: ProcessGroup, what: str) -> int:
+    """Number the next object or exchange of a kind on a group: 1, 2, ...; ranks that call in one order get the same."""
+    numbers = _records.setdefault(group, _GroupRecord()).numbers
+    numbers[what] += 1
+    return numbers[what]
 
 
 class Peers(Protocol):

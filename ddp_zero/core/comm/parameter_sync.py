@@ -25,7 +25,7 @@ from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
-from ddp_zero.values.placeholders import all_arrivals, can_await, expect, release
+from ddp_zero.values.placeholders import all_arrivals, can_await, intercept_uses, stop_intercepting
 
 _exchange_of: Callable[[Any], Any] = attrgetter("exchange")
 _unversioned_in: Callable[[Any], Any] = attrgetter("unversioned")
@@ -152,7 +152,7 @@ class PendingSyncs:
             self._syncs[index] = sync
             if can_await(sync.params):
                 # this rank's parameters too: memory that is being sent must not be written to
-                expect(sync.params, _Arrival(self, index))
+                intercept_uses(sync.params, _Arrival(self, index))
             else:
                 not_intercepted.append(index)
         for index in not_intercepted:
@@ -194,7 +194,7 @@ class PendingSyncs:
         params = sync.params
         device = next((param.device for param in params if param.device.type != "cpu"), None)
         if device is None:
-            release(params)
+            stop_intercepting(params)
         else:
             self._received[index] = _ReceivedOnStream(params, device)
         del self._syncs[
@@ -209,7 +209,7 @@ class PendingSyncs:
         """If an exchange has failed, drop all exchanges: parameters keep their present values."""
         if self._error is not None:
             for sync in self._syncs.values():
-                release(sync.params)
+                stop_intercepting(sync.params)
             for received in self._received.values():
                 received.stop_intercepting()
             self._syncs.clear()
@@ -244,7 +244,7 @@ class _ReceivedOnStream:
         """Make the current stream wait, and stop intercepting uses."""
         # later uses on other streams are not noticed: they order themselves after this stream, as with any tensor
         torch.accelerator.current_stream(self._device).wait_event(self._event)
-        release(self._params)
+        stop_intercepting(self._params)
 
 
 @dataclass(frozen=True, eq=False)

@@ -188,7 +188,8 @@ class Listener:
         self._process = os.getpid()
         self._handlers: dict[int, weakref.ref[RequestHandler]] = {}
         self._count = 0
-        self._connections, self._spare = set[Connection](), list[Store]()
+        self._connections = set[Connection]()
+        self._idle_clients = list[Store]()  # reused: see `_spare_client`
         if self._is_remote:
             self._client.add(_OPEN_LISTENERS, 1)
         self.thread = threading.Thread(target=self._listen, args=[listening], name=f"{NAME} listener", daemon=True)
@@ -246,12 +247,12 @@ class Listener:
         finally:
             self._connections.remove(connection)
             connection.close()
-        self._spare.append(client)
+        self._idle_clients.append(client)
 
     def _spare_client(self) -> Store:
         # kept: the store's server looks up the name of whoever connects, and serves nobody until a name server answers
         with suppress(IndexError):
-            return self._spare.pop()
+            return self._idle_clients.pop()
         return _client_of(self.store)
 
     def has_left(self, address: str) -> bool:

@@ -188,7 +188,7 @@ def test_a_caller_tries_again_if_room_was_made_for_others() -> None:
         assert answered() is None
 
 
-def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_trickles_bytes_gets_no_longer_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.4)
     echo = Echo()
     address = listen(echo, None, HANG)

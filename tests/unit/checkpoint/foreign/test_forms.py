@@ -115,7 +115,7 @@ def test_other_optimizers(tmp_path: Path, address_class: type, states: Any, kind
 @pytest.mark.parametrize(
     ("current", "last_overflow", "good_steps"), [(0, -1, 0), (1, -1, 0), (2, -1, 1), (4, -1, 3), (5, -1, 0), (9, 3, 0)]
 )
-def test_a_loss_scale_grows_at_the_same_step(
+def test_a_loss_scale_grows_at_the_step_at_which_deepspeeds_would(
     tmp_path: Path, address_class: type, current: int, last_overflow: int, good_steps: int
 ) -> None:
     """DeepSpeed's grows when a multiple of the window has passed since the step after the last overflow."""

@@ -243,7 +243,7 @@ def test_folders_and_empty_names_are_refused(tmp_path: Path) -> None:
         read(nested)
 
 
-def test_comments_are_keys_that_begin_so(tmp_path: Path) -> None:
+def test_keys_that_begin_with__comment_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_bytes(b'\xef\xbb\xbf{"_comment": 1, "_comment": 2, "fp16": {"_comment why": "x", "enabled": false}}')
     assert read(file) == {"fp16": {"enabled": False}}
