@@ -54,7 +54,7 @@ def check_reduced(shard: Shard, passes: ForwardPasses, *, is_local: bool, marks:
         shard: the step.
         passes: the forward passes of the models over the parameters.
         is_local: whether no gradient was reduced since the last step.
-        marks: by parameter, see `Gradients.local_marks`.
+        marks: by parameter, see `Gradients.left_local`.
 
     Raises:
         RuntimeError: on every rank, naming a parameter.
