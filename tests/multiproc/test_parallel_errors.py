@@ -83,7 +83,7 @@ def _an_error_beside_matrices_that_are_stepped_whole_reaches_the_ranks_with_othe
             iteration()
             opt.step()
         inner: Any = opt.members[0].optim
-        for part in inner.parts.values():
+        for part in inner.suboptimizers.values():
             part.fails = setup.rank == fails
         iteration()
         expected = "out of order" if setup.rank == fails else rf"out of order \(global rank {fails}\)"

@@ -20,12 +20,12 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (13, 19, 33),
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 56),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
-    "`opt.step()` standalone": (25, 96, 233),
-    "`state_dict()`": (16, 135, 494),
+    "`opt.step()` standalone": (25, 95, 236),
+    "`state_dict()`": (16, 114, 418),
     "`checkpoint.save`": (26, 330, 1853),
     "`checkpoint.load`": (34, 590, 2568),
     "`deepspeed.initialize`": (83, 725, 1494),
-    "an iteration of its engine": (44, 318, 526),
+    "an iteration of its engine": (44, 318, 529),
 }
 
 

@@ -100,31 +100,30 @@ class FailedWork:
 
 
 class LocalWork:
-    """Operations of this rank that have a place among messages, and run in `wait`, once after each `rearm`.
+    """Operations of this rank that have a place among messages, and run in `wait`.
 
     They cannot be resumed: after an exception has interrupted them, `wait` raises ``interruption``.
+
+    Attributes:
+        is_due: whether they are still to run; to be set before the messages are posted again.
     """
 
     def __init__(self, operations: Sequence[Callable[[], object]], interruption: RuntimeError) -> None:
         self.operations = operations
         self._interruption = str(interruption)
-        self.rearm()
-
-    def rearm(self) -> None:
-        """Let the operations run once more, before the messages are posted again."""
-        self._has_begun = self._has_ended = False
+        self.is_due, self._is_done = True, False
 
     def wait(self, timeout: timedelta | None = None) -> object:
-        if self._has_begun:
+        if not self.is_due:
             raise RuntimeError(self._interruption)
-        self._has_begun = True
+        self.is_due = self._is_done = False
         for operate in self.operations:
             operate()
-        self._has_ended = True
+        self._is_done = True
         return True
 
     def is_completed(self) -> bool:
-        return self._has_ended
+        return self._is_done and not self.is_due
 
 
 PeerName = Callable[[], str]

@@ -143,7 +143,7 @@ class DirectReduceScatter:
             out: receives this rank's sum: its own part, or other memory.
         """
         for window_sum in self._sums:
-            window_sum.rearm()
+            window_sum.is_due = True
         if out is not self._out:
             self._sum_into(out)
         self._messages.post()

@@ -19,7 +19,7 @@ class GradientAccess:
     """Accumulates, clips, reads and changes an optimizer's gradients for users, between backward and the step."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._owned_edits = engine, engine.decision.owned_edits
         self._are_on_owners = engine.is_partitioned  # whether each gradient is on its owners alone
 
     @contextmanager
@@ -56,7 +56,7 @@ class GradientAccess:
         comm, chosen = shard.comm, self._indices_of(parameters)
         self._engine.defer_steps()
         self._sync_exact_sums()
-        edits = decision.owned_edits
+        edits = self._owned_edits
         edits.check_alike(shard.table, "opt.clip_grad_norm_()")
         is_edited = edits.check_intact(shard.table)
 
@@ -126,7 +126,7 @@ class GradientAccess:
         editable = partial(owned_alias, shard) if self._engine.hook is None else self._engine.hook.gradients.editable
         found = {shard.table.params[index]: editable(index) for index in shard.binding.owned()}
         if not self._are_on_owners and shard.comm.world_size > 1:
-            self._engine.decision.owned_edits.note(shard.table.params)
+            self._owned_edits.note(shard.table.params)
         return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
 
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -138,7 +138,7 @@ class GradientAccess:
                 f"The parameter of shape {shape} is not a parameter of this optimizer. Pass an object from "
                 "opt.param_groups. [ZERO-119]"
             )
-        edits = self._engine.decision.owned_edits
+        edits = self._owned_edits
         edits.check_alike(shard.table, "opt.full_grad()")
         self._engine.check_averaged()
         self._sync_exact_sums()
@@ -148,7 +148,7 @@ class GradientAccess:
 
     def gather_grad(self, param: Tensor) -> Tensor | None:
         """As `full_grad`, also after `edit_own_part`. A collective in every stage."""
-        shard, edits = self._engine.shard, self._engine.decision.owned_edits
+        shard, edits = self._engine.shard, self._owned_edits
         flags = shard.comm.all_gather_ints([int(edits.has_part(param))])
         if not any(flag for (flag,) in flags):
             return self.full_grad(param)
@@ -161,7 +161,7 @@ class GradientAccess:
         self._engine.defer_steps()
         shard, grad = self._engine.shard, param.grad
         held = None if grad is None else on_this_rank(grad)
-        with self._engine.decision.owned_edits.editing(shard.table, param, alike=True):
+        with self._owned_edits.editing(shard.table, param, alike=True):
             if held is not None:
                 held.copy_(value if held is grad else shard.targets.own_part(shard.table.index_of[param], value))
 
@@ -172,7 +172,7 @@ class GradientAccess:
         shard = self._engine.shard
         index = shard.table.index_of[param]
         knows_all = self._are_on_owners or shard.comm.world_size == 1
-        with self._engine.decision.owned_edits.editing(shard.table, param, alike=knows_all):
+        with self._owned_edits.editing(shard.table, param, alike=knows_all):
             shard.targets.lay_out_gradient(index)
             held = shard.targets.own_gradient(index)
             assert held is not None, "checked by the caller"
