@@ -322,9 +322,8 @@ class JointDecision:
         table = [[stats.totals.get(key) for key in keys] for stats in all_stats]
         numbers = [[0.0 if total is None else float(total) for total in row] for row in table]
         rows = torch.tensor(numbers, dtype=torch.float64).reshape(len(all_stats), len(keys))
-        flag = sum(float(stats.flag) for stats in all_stats) + (
-            not rows.isfinite().all()
-        )  # also where it does not count
+        # also where a total does not count
+        flag = sum(float(stats.flag) for stats in all_stats) + (not rows.isfinite().all())
         is_wide = any(total.dtype == torch.float64 for total in known)
         for level in self._levels:
             mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])

@@ -202,9 +202,8 @@ class OverlapHook:
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
         choice = choose(self._facts(params))
-        wrong = (
-            None if self._ddp_buckets is None else self._ddp_buckets.why_refuse()
-        )  # stage 2 copies gradients in any strides
+        # stage 2 copies gradients in any strides
+        wrong = None if self._ddp_buckets is None else self._ddp_buckets.why_refuse()
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
             wrong = self._shard.why_refuse()
         self._choice = choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)

@@ -197,9 +197,8 @@ class PendingSyncs:
             stop_intercepting(params)
         else:
             self._received[index] = _ReceivedOnStream(params, device)
-        del self._syncs[
-            index
-        ]  # last: a process that is forked before this line raises above, and never reaches the lock
+        # last: a process that is forked before this line raises above, and never reaches the lock
+        del self._syncs[index]
         if self.on_bucket_received is not None:
             self.on_bucket_received()
         if not self._syncs:

@@ -101,9 +101,8 @@ class GradientAccess:
             if held is None:
                 continue
             exact = None if sums is None else sums.in_accumulation_dtype(index)
-            grads += (
-                [held.data] if exact is None else [held.data, exact]
-            )  # through ``data``, which counts no version: see `OwnedEdits`
+            # through ``data``, which counts no version: see `OwnedEdits`
+            grads += [held.data] if exact is None else [held.data, exact]
         limit, scale = float(clip_value), self._engine.decision.inverse_scale
         if scale is None:
             for clipped in grads:

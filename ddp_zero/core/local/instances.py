@@ -129,11 +129,8 @@ class Instance:
 
     def retire(self, new_owner: Optimizer) -> None:
         """Make the instance forward to the optimizer that has taken it over; that optimizer gets its hooks."""
-        given, self._given, self.state = (
-            self._given,
-            None,
-            {},
-        )  # the new owner holds this object, and the instance holds the new owner
+        # the new owner holds this object, and the instance holds the new owner
+        given, self._given, self.state = self._given, None, {}
         assert given is not None, "an instance is handed over once"
         for hooks in _hooks():
             vars(new_owner)[hooks] = vars(given)[hooks]  # the same dict: handles remove hooks from it
