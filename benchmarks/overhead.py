@@ -91,7 +91,7 @@ def passes() -> dict[str, float]:
         if step < FIRST_STEPS - 1:
             opt.step()
             opt.zero_grad()
-    sharded, hook = engine_of(opt).shard, engine_of(opt).hook
+    sharded, hook = engine_of(opt).shard, engine_of(opt).attachment.hook
     assert hook is not None, "stage 2 has one"
     acts: dict[str, Callable[[], object]] = {
         "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_communicate=False),

@@ -42,7 +42,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
             has a hook.
     """
-    return engine_of(zero).hook_by_hand(ddp, hook, shard_buckets, interleaved=False)
+    return engine_of(zero).attachment.hook_by_hand(ddp, hook, shard_buckets, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -64,7 +64,7 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as `hook_with_zero_step`.
     """
-    return engine_of(zero).hook_by_hand(ddp, hook, shard_buckets, interleaved=True)
+    return engine_of(zero).attachment.hook_by_hand(ddp, hook, shard_buckets, interleaved=True)
 
 
 _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward import Phase
 from ddp_zero.core.ddp import CommHook
-from ddp_zero.core.engine import AddedGroup, Engine, GradientAccess, attribute_of_inner, build_engine
+from ddp_zero.core.engine import AddedGroup, Engine, attribute_of_inner, build_engine
 from ddp_zero.core.local import Cost, ParamGroup
 from ddp_zero.core.plan import MAX_BYTE_IMBALANCE, GlobalRank, GroupRank
 from ddp_zero.core.state import StateDicts
@@ -166,14 +166,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shard.local_step.mirror_to_exposed()
         if instance is not None:
             self._states.adopt(instance)
-        self._engine.find_models()
+        self._attachment.find_models()
         self._states.serve_other_ranks()
         if instance is not None and instance is not optimizer_class:  # else the caller does so
             instance.retire(self)
 
     def _assemble(self, engine: Engine) -> None:
-        self._engine = engine
-        self._gradients = GradientAccess(engine)
+        self._engine, self._attachment, self._gradients = engine, engine.attachment, engine.gradients
         self._states = StateDicts(engine.shard, engine.decision, self._build)
         self._stats = Stats(engine)
 
@@ -187,7 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
                 another rank. The optimizer is then unchanged.
         """
-        AddedGroup(self._engine, param_group).commit()
+        AddedGroup(self._attachment, param_group).commit()
 
     # The ranks
 
@@ -233,7 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def needs_hook(self) -> bool:
         """True if these options need a DDP communication hook that was not built yet; `attach` builds it."""
-        return self._engine.needs_hook
+        return self._attachment.needs_hook
 
     def attach(
         self,
@@ -261,7 +260,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: for a model that neither is nor holds a DDP model.
             ValueError: for several DDP models, or one that has a hook or does not fit; if a hook was built already.
         """
-        self._engine.attach(the_ddp_model_in(model), hook, hook_state, interleaved, shard_buckets)
+        self._attachment.attach(the_ddp_model_in(model), hook, hook_state, interleaved, shard_buckets)
 
     def detach(self) -> None:
         """Leave the DDP model: it trains as plain DDP from then on, and another optimizer can be attached.
@@ -274,7 +273,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: before ``opt.step()`` has joined a step taken inside backward, in the middle of a backward
                 pass, or in stage 2 if there are gradients, which are on their owners alone.
         """
-        self._engine.detach()
+        self._engine.take_due_step()
+        self._attachment.detach()
 
     # A step
 
@@ -481,7 +481,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.
         """
-        self._engine.check_before_step("opt.refresh_master_weights()")
+        self._attachment.check_before_step("opt.refresh_master_weights()")
         self._engine.shard.refresh_masters()
 
     # Where state is
@@ -498,7 +498,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if state is away already, or between a backward pass that has stepped and ``opt.step()``.
                 Nothing is changed then.
         """
-        self._engine.check_before_step("opt.offload_state()")
+        self._attachment.check_before_step("opt.offload_state()")
         self._states.offload(to)
 
     def reload_state(self) -> None:
@@ -538,7 +538,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
-        self._engine.check_may_save("opt.consolidate_state_dict()")
+        self._attachment.check_may_save("opt.consolidate_state_dict()")
         self._states.consolidate(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -553,7 +553,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
-        self._engine.check_may_save("opt.state_dict()")
+        self._attachment.check_may_save("opt.state_dict()")
         return self._states.state_dict(super().state_dict, self._engine.others_may_step)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
@@ -570,8 +570,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 give one; TypeError if it cannot travel. Nothing is changed then, on any rank.
             RuntimeError: between a backward pass that has stepped and ``opt.step()``; if it failed on another rank.
         """
-        engine, check = self._engine, partial(self._engine.check_before_step, "opt.load_state_dict()")
-        self._states.load_state_dict(self, state_dict, check, may_communicate=not engine.joins)
+        check = partial(self._attachment.check_before_step, "opt.load_state_dict()")
+        self._states.load_state_dict(self, state_dict, check, may_communicate=not self._attachment.joins)
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
@@ -590,7 +590,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if a parameter has no name.
         """
-        self._engine.check_may_save("opt.sharded_state_dict()")
+        self._attachment.check_may_save("opt.sharded_state_dict()")
         return self._states.sharded_state_dict(model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
@@ -603,7 +603,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit, naming the parameter; nothing is changed then.
         """
-        self._engine.check_before_step("opt.load_sharded_state_dict()")
+        self._attachment.check_before_step("opt.load_sharded_state_dict()")
         self._states.load_sharded_state_dict(self, state_dict, model)
 
     # Join
@@ -635,7 +635,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def stage(self) -> int:
         """1: optimizer state is sharded; 2: gradients too."""
-        return self._engine.stage
+        return self._attachment.stage
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -645,7 +645,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def overlap_phase(self) -> Phase:
         """Phase of the current iteration of the overlapped step; REST without overlap."""
-        hook = self._engine.hook
+        hook = self._attachment.hook
         return Phase.REST if hook is None else hook.machine.phase
 
     def stats(self) -> dict[str, float]:

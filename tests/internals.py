@@ -139,12 +139,12 @@ def shard_of(opt: ZeroRedundancyOptimizer) -> Shard:
 
 def joins(opt: ZeroRedundancyOptimizer) -> bool:
     """True if ranks may have run out of inputs, within `Join`."""
-    return opt._engine.joins
+    return opt._attachment.joins
 
 
 def passes_of(opt: ZeroRedundancyOptimizer) -> ForwardPasses:
     """The forward passes that the optimizer has seen."""
-    return opt._engine.passes
+    return opt._attachment.passes
 
 
 @contextmanager
@@ -156,12 +156,12 @@ def as_on_cuda(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
 
 def break_averaging_check(opt: ZeroRedundancyOptimizer, refuse: Callable[..., None]) -> None:
     """Call this where the engine checks, before the decision, that gradients were averaged."""
-    vars(opt._engine)["check_averaged"] = refuse
+    vars(opt._gradients)["check_averaged"] = refuse
 
 
 def order_norms_as(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
     """Add up norms in the order of a model's parameters, as `shard_optimizer` arranges, and register no hook."""
-    opt._engine.adopt_model(ddp)
+    opt._attachment.adopt_model(ddp)
 
 
 def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> CommHook:
@@ -218,14 +218,14 @@ def given_for(opt: ParallelOptimizer) -> dict[Tensor, Tensor]:
 
 def hook_of(opt: ZeroRedundancyOptimizer) -> OverlapHook:
     """The communication hook, once it was built."""
-    hook = opt._engine.hook
+    hook = opt._attachment.hook
     assert hook is not None
     return hook
 
 
 def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tensor | None]:
     """The sums in the accumulation dtype that the hook keeps beside ``param.grad``, of the first parameters."""
-    hook = opt._engine.hook
+    hook = opt._attachment.hook
     if hook is None:
         return []
     sums = hook.gradients.wholes or hook.gradients

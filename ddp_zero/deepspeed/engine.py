@@ -264,7 +264,7 @@ class Engine(nn.Module):
             if self.zero is None:
                 prepare_reduction(self.ddp, loss)
             else:
-                engine_of(self.zero).passes.prepare_reduction(self.ddp, loss)
+                engine_of(self.zero).attachment.passes.prepare_reduction(self.ddp, loss)
         is_last = self.is_gradient_accumulation_boundary()
         return nullcontext() if is_last or self.zero is None else self.zero.accumulate()
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_zero.core.engine import GradientAccess
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 
 _optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -28,8 +27,9 @@ _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 
 class _Place:
     def __init__(self, param: Tensor, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.param, self.optimizer, self.engine = param, optimizer, engine_of(optimizer)
-        self.shard, self.gradients = self.engine.shard, GradientAccess(self.engine)
+        engine = engine_of(optimizer)
+        self.param, self.optimizer, self.attachment = param, optimizer, engine.attachment
+        self.shard, self.gradients = engine.shard, engine.gradients
         self.index = self.shard.table.index_of[param]
 
     @property
@@ -94,7 +94,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _require_place(param)
     _check_shape(param, value)
-    place.engine.check_before_step("safe_set_full_fp32_param()")
+    place.attachment.check_before_step("safe_set_full_fp32_param()")
     shard = place.shard
     with torch.no_grad(), shard.changing_state():
         shard.snapshot = None

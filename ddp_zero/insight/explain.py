@@ -24,9 +24,9 @@ def explain(engine: Engine, flat: bool) -> str:
     """Describe an optimizer. Never communicates."""
     shard, comm, ranks = engine.shard, engine.shard.comm, engine.shard.ranks
     storage = "flat storage" if flat else "storage of their own"
-    mode = "overlapped with DDP" if engine.overlaps else "standalone"
+    mode = "overlapped with DDP" if engine.attachment.overlaps else "standalone"
     lines = [
-        f"ZeroRedundancyOptimizer({type(shard.inner).__name__}), stage {engine.stage}, {mode}: "
+        f"ZeroRedundancyOptimizer({type(shard.inner).__name__}), stage {engine.attachment.stage}, {mode}: "
         f"rank {ranks.everyone.group_rank} of {ranks.everyone.world_size}, parameters in {storage}"
     ]
     if ranks.replicas is not None:
@@ -37,14 +37,14 @@ def explain(engine: Engine, flat: bool) -> str:
     division = shard.binding.partition
     if division.why:
         lines.append(f'partition="auto" is "{division.name}" here: {division.why}')
-    if engine.hook is not None:
-        lines += engine.hook.describe()
+    if (hook := engine.attachment.hook) is not None:
+        lines += hook.describe()
     if engine.decision.options.sync == "forward":
         where = "in the next forward pass" if shard.syncs_outlast_step else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
     lines += shard.targets.placement.describe()
     plan = shard.plan
-    state = engine.memory_parts()["state_bytes"]
+    state = shard.memory_parts()["state_bytes"]
     lines.append(describe_shards(plan, comm.group_rank, state))
     if division.max_byte_imbalance is not None:
         lines += describe_costs(plan, division.max_byte_imbalance)

@@ -86,11 +86,9 @@ class Stats:
         return numbers | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        now = self._engine.memory_parts()
-        self._note_peaks(now)
-        hook = self._engine.hook
-        if hook is not None and hook.gradients.context is not None:
-            self._note_peaks({"buffer_bytes": hook.gradients.context.most_bytes})
+        now = self.note_memory()
+        if (buffers := self._buffers()) is not None:
+            self._note_peaks({"buffer_bytes": buffers.most_bytes})
         in_use, most = process_memory(self._engine.shard.table.accelerator())
         peaks = {f"peak_{name}": self._peaks[name] for name in now}
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}
@@ -100,8 +98,16 @@ class Stats:
         if ended <= 3 or ended % _SAMPLED == 0:
             self.note_memory()
 
-    def note_memory(self) -> None:
-        self._note_peaks(self._engine.memory_parts())
+    def note_memory(self) -> dict[str, int]:
+        """Count current memory in the peaks; returns its bytes by part, with buffers that buckets share."""
+        buffers = self._buffers()
+        now = {**self._engine.shard.memory_parts(), "buffer_bytes": 0 if buffers is None else buffers.nbytes}
+        self._note_peaks(now)
+        return now
+
+    def _buffers(self) -> Any:
+        hook = self._engine.attachment.hook
+        return None if hook is None else hook.gradients.context
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:
         for name, nbytes in now.items():

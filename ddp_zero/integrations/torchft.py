@@ -68,7 +68,7 @@ class ManagedOptimizer(OptimizerWrapper):
         _check(optimizer)
         super().__init__(manager, optimizer)
         self._engine, self._shard, self._model = engine_of(optimizer), shard_of(optimizer), model
-        self._engine.waits_because = _WAITS
+        self._engine.attachment.waits_because = _WAITS
         self._averaging = self._shard.trace.label("average_groups")
         self._has_quorum = self._is_averaged = self._has_loaded = False
         manager.register_state_dict_fn(_KEY, self._load, self._state)
@@ -250,7 +250,7 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _memory_may_move(self) -> bool:
         """True if the next backward pass may move parameters into flat storage: until the order of buckets is known."""
-        hook, binding = self._engine.hook, self._shard.binding
+        hook, binding = self._engine.attachment.hook, self._shard.binding
         return not binding.is_current or (hook is not None and not hook.gradients.plan.knows_order)
 
     # Checks

@@ -204,7 +204,7 @@ def extend(
     for kind, cuts in found.items():
         member.meeting[kind].cuts.update(cuts)
         undoing.callback(_drop, member.meeting[kind].cuts, cuts)
-    agreed = AddedGroup(engine_of(member.zero), group)
+    agreed = AddedGroup(engine_of(member.zero).attachment, group)
     undoing.callback(agreed.undo)
     member.check_whole(agreed.table, [*member.shared.held, *added.held])
     if member.shared.ddp is None:

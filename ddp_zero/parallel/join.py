@@ -161,17 +161,18 @@ class ParallelJoin(JoinHook):
         for member in members:
             if member.averages is not None:
                 engine_of(member.zero).averages_reach_joined = True
-            undo.callback(engine_of(member.zero).watch_shadows())
+            undo.callback(engine_of(member.zero).attachment.watch_shadows())
         ddp = members[0].shared.ddp
         if is_piped:
             assert model is not None, "refused else"
             self._stages = stages_over(model)
             undo.callback(watch_runs(self._stages, weakly(self._begin_run)))
             for member in members:
-                if member.shared.ddp is not None and not engine_of(member.zero).passes.holds_back:
+                passes = engine_of(member.zero).attachment.passes
+                if member.shared.ddp is not None and not passes.holds_back:
                     # a run that learns shapes would reduce twice, and joined ranks would not know
-                    engine_of(member.zero).passes.follow_schedule(True)
-                    undo.callback(engine_of(member.zero).passes.follow_schedule, False)
+                    passes.follow_schedule(True)
+                    undo.callback(passes.follow_schedule, False)
         elif ddp is not None:
             undo.callback(watch_iterations_under_join(ddp, weakly(self._in_iteration)))
         elif model is not None and peers.are_there:

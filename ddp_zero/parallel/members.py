@@ -386,12 +386,12 @@ class Member:
                 f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
                 "that does not, or one that steps each element by itself. [ZERO-816]"
             )
-        engine, table, everyone = engine_of(self.zero), shard_of(self.zero).table, shard_of(self.zero).ranks.everyone
+        table, everyone = shard_of(self.zero).table, shard_of(self.zero).ranks.everyone
         self.check_whole(table, shared.held)
         self.is_scheduled = shared.ddp is not None and axes.stages > 1
         self.averages: Averages | None = None
         if shared.ddp is None:
-            engine.assumes_averaged = True
+            engine_of(self.zero).gradients.assume_averaged = True
             check_same_values(everyone, table)
             self.averages = Averages(everyone, table, shared.held, axes.everyone.world_size)
         elif axes.pipeline is not None:
@@ -513,7 +513,7 @@ class Member:
                 "static_graph=True around a pipeline stage: it averages the first backward pass, which a schedule runs "
                 "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1. [ZERO-812]"
             )
-        engine.passes.follow_schedule(holds_back)
+        engine.attachment.passes.follow_schedule(holds_back)
 
     def limits(self) -> list[tuple[str, float]]:
         """The largest norms of a step: of a group with its own limit, by position, and of all other groups."""
@@ -528,8 +528,9 @@ class Member:
         engine = engine_of(self.zero)
         engine.decision.rest_of_model = others
         engine.runner.catching = errors.catching
-        if errors.raise_now not in engine.passes.checks:
-            engine.passes.checks.append(errors.raise_now)
+        checks = engine.attachment.passes.checks
+        if errors.raise_now not in checks:
+            checks.append(errors.raise_now)
 
     def lend_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
@@ -544,10 +545,10 @@ class Member:
         that a pipeline schedule has left to no one to average; NotImplementedError for a gradient that is not dense, or
         that a `GradScaler` could not unscale where it ``is_unscaled``.
         """
-        engine = engine_of(self.zero)
-        passes = engine.passes
+        attachment = engine_of(self.zero).attachment
+        hook, passes = attachment.hook, attachment.passes
         # without a hook ranks compare their gradients in the step
-        if self.is_scheduled and engine.hook is not None and passes.has_seen and passes.last_is_local:
+        if self.is_scheduled and hook is not None and passes.has_seen and passes.last_is_local:
             raise RuntimeError(
                 f"Expected averaged gradients of {self.shared.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
             )
@@ -557,10 +558,10 @@ class Member:
                 f"scaler.unscale_(opt) does not support {hidden.label}, a distributed tensor whose gradient is cut "
                 "unlike itself. Leave unscale_ out and clip by max_grad_norm=, or redistribute the gradient. [ZERO-812]"
             )
-        if engine.hook is None or engine.hook.machine.is_waiting:
-            if engine.hook is not None:
-                engine.hook.gradients.check_complete()
-            shard = engine.shard
+        if hook is None or hook.machine.is_waiting:
+            if hook is not None:
+                hook.gradients.check_complete()
+            shard = attachment.shard
             shard.table.check_groups(self.zero.param_groups)
             shard.table.check_gradients()
             shard.masters.follow_model()

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm import all_gather_text_across
-from ddp_zero.core.engine import GradientAccess
 from ddp_zero.core.local import Grouping, ParamGroup, class_name
 from ddp_zero.core.step import GradientStats, StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
@@ -331,7 +330,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             # a schedule may have left gradients unaveraged: in its step a member would see it when others have stepped
             with self._agreement("averaging gradients"):
                 for member in self.members:
-                    engine_of(member).check_averaged()
+                    engine_of(member).gradients.check_averaged()
         error: Exception | None = None
         try:
             with ExitStack() as shown:
@@ -436,9 +435,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         """
         self._average("opt.clip_grad_norm_()", max_norm, norm_type, error_if_nonfinite)
         wanted = zip(self.members, self._by_member(parameters), strict=True)
-        clips = [
-            GradientAccess(engine_of(one)).clipping(max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted
-        ]
+        clips = [engine_of(one).gradients.clipping(max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
         try:
             total: Tensor = self._joint.run(clips)[0]
         except Exception as error:
@@ -655,7 +652,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         for one, part in zip(self._members, parts, strict=True):
             one.check_states_are_here(part)
         for member, part in zip(self.members, parts, strict=True):
-            engine_of(member).check_before_step("opt.load_sharded_state_dict()")
+            engine_of(member).attachment.check_before_step("opt.load_sharded_state_dict()")
             states_of(member).load_by_index(member, part)
 
     # Information

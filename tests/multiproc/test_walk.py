@@ -18,14 +18,14 @@ BOUNDS = {
     "stage 2 interleaved, cut parameters, clipped: a further bucket": (13, 26, 37),
     "stage 2 interleaved, clipped: a further bucket": (12, 23, 31),
     "stage 1 interleaved: a further bucket": (13, 19, 33),
-    "stage 2 interleaved: `opt.step()` after it": (15, 26, 56),
+    "stage 2 interleaved: `opt.step()` after it": (15, 26, 55),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
-    "`opt.step()` standalone": (25, 95, 236),
-    "`state_dict()`": (16, 114, 418),
-    "`checkpoint.save`": (26, 330, 1853),
-    "`checkpoint.load`": (34, 590, 2568),
-    "`deepspeed.initialize`": (83, 725, 1494),
-    "an iteration of its engine": (44, 318, 529),
+    "`opt.step()` standalone": (27, 102, 233),
+    "`state_dict()`": (17, 114, 418),
+    "`checkpoint.save`": (27, 333, 1853),
+    "`checkpoint.load`": (35, 591, 2568),
+    "`deepspeed.initialize`": (83, 717, 1472),
+    "an iteration of its engine": (46, 331, 526),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.attachment import Attachment
 from ddp_zero.core.engine.shardable import check_unknown_classes
 from ddp_zero.core.local.arguments import check_in_one_group
 from ddp_zero.core.local.inner import check_epsilon, copy_options, local_group, options_known_to
@@ -26,22 +26,22 @@ class AddedGroup:
     the group at the end.
     """
 
-    def __init__(self, engine: Engine, param_group: ParamGroup) -> None:
-        self._shard = shard = engine.shard
+    def __init__(self, attachment: Attachment, param_group: ParamGroup) -> None:
+        self._shard = shard = attachment.shard
         exposed, inner = shard.param_groups, shard.inner
         self._groups_before = len(exposed), len(inner.param_groups)
-        moving = nullcontext() if engine.hook is None else engine.hook.late_changes.while_memory_moves()
+        moving = nullcontext() if attachment.hook is None else attachment.hook.late_changes.while_memory_moves()
         try:
             with moving, Agreement(shard.everyone, "add_param_group") as agreement:
-                optimizer: Any = engine._joinable
+                optimizer: Any = attachment.joinable
                 check_in_one_group([*exposed, param_group])
                 keys = list(param_group) if isinstance(param_group, dict) else []  # without defaults
                 if "param_names" in exposed[0]:
-                    self.name(param_group, exposed, engine.passes.models.alive)
+                    self.name(param_group, exposed, attachment.passes.models.alive)
                 with ending_with("[ZERO-102]"):
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
-                    engine.check_before_step("add_param_group() of parameters with gradients")
+                    attachment.check_before_step("add_param_group() of parameters with gradients")
                 self.table = table = ParameterTable(exposed, shard.table.hints_of)
                 agreement.declare_parameters(table)
                 agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))

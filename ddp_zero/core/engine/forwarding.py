@@ -18,7 +18,7 @@ from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.recorder import run_acts
-from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.attachment import Attachment
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.parameters import PublishedGradients
 from ddp_zero.core.step.rank_shard import Shard
@@ -38,28 +38,30 @@ def attribute_of_inner(optimizer: Any, name: str) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = _call_inner(vars(optimizer)["_engine"], value, args, kwargs)
+        result = _call_inner(vars(optimizer)["_attachment"], value, args, kwargs)
         return optimizer if result is optimizer.optim else result
 
     return call
 
 
-def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_inner(
+    attachment: Attachment, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a method of the inner optimizer on every rank. A collective.
 
     Raises RuntimeError inside Join, between a backward pass that has stepped and ``opt.step()``, or if the method has
     failed on another rank. What the method wrote before its error is sent all the same.
     """
     name = method.__name__
-    if engine.joins:
+    if attachment.joins:
         raise RuntimeError(
             f"opt.{name}() is not supported inside Join: ranks that have joined would not take part. Call it after the "
             "Join context. [ZERO-310]"
         )
-    shard, inner = engine.shard, engine.shard.inner
+    shard, inner = attachment.shard, attachment.shard.inner
     doing = f"{type(inner).__name__}.{name}()"
     with Agreement(shard.everyone, doing):
-        _check_between_steps(engine.hook, name)
+        _check_between_steps(attachment.hook, name)
         shard.pending_syncs.complete()
         shard.masters.follow_model()
         shard.check_ready()

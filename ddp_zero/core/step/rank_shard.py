@@ -28,6 +28,7 @@ from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, check_elementwise, groups_of
 from ddp_zero.core.local.memory import LARGE_BYTES, BitSums, SummedMemory, return_freed_memory
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
+from ddp_zero.core.local.placement import state_bytes
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, give_own_storage
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, parts_of
 from ddp_zero.core.plan.partition import GroupRank
@@ -37,7 +38,7 @@ from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
 from ddp_zero.core.step.state_order import State, StateOrder
 from ddp_zero.values.parts import check_can_be_cut, run_of
-from ddp_zero.values.placeholders import without_waiting
+from ddp_zero.values.placeholders import on_this_rank, without_waiting
 from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
@@ -435,6 +436,21 @@ class Shard:
                     "later, keep opt.state_dict() of before the change, and load it after. [ZERO-114]"
                 )
         self._strides = strides
+
+    def memory_parts(self) -> dict[str, int]:
+        """Current bytes of parameters, masters, state and gradients.
+
+        Parameters count whole, gradients only their part on this rank.
+        """
+        with without_waiting():
+            params = list(self.table.params)
+            grads = [param.grad for param in params if param.grad is not None]
+            return {
+                "parameter_bytes": sum(param.numel() * param.element_size() for param in params),
+                "master_bytes": state_bytes(dict(self.masters)),
+                "state_bytes": state_bytes(self.inner_state),
+                "gradient_bytes": sum(held.nbytes for held in map(on_this_rank, grads) if held is not None),
+            }
 
     # Changes of the shard
 

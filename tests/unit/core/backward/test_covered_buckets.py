@@ -61,8 +61,8 @@ class Run:
         self.complete: list[list[list[int]]] = []
         self.stepped: list[list[int]] = []
         engine = engine_of(self.opt)
-        assert engine.hook is not None
-        self.hook = engine.hook
+        assert engine.attachment.hook is not None
+        self.hook = engine.attachment.hook
         source: Any = self.hook.gradients.source
         self._start, self._step = source.start, engine.runner.step_bucket
         mock.patch.object(source, "start", self.start).start()
