@@ -3,7 +3,8 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain, product
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from ddp_zero.core.backward import scratch_buffers
+from ddp_zero.core.backward.scratch_buffers import BucketMemory, Buffer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.parameter_sync import BucketSync, ParameterSync
 from ddp_zero.core.comm.reduction import DirectReduceScatter
@@ -114,21 +117,27 @@ def test_event_order_is_the_literal_one() -> None:
     assert set.union(*run_ranks(_literal_orders, 2)) == {("step", place) for place in range(4)}
 
 
+def _waited_for_first(scratch: Buffer, receives: Buffer | None, received_at: int, _: bool) -> BucketMemory:
+    return BucketMemory(scratch, receives, received_at, starts_early=False)
+
+
 def _literal_orders_of_stage_2(setup: Setup) -> set[Event]:
     owned: set[Event] = set()
-    for interleaved in (False, True):
-        events, _ = _train(setup, interleaved, 3, lambda _: None, stage=2)
+    for interleaved, is_early in product((False, True), repeat=2):
+        with nullcontext() if is_early else mock.patch.object(scratch_buffers, "BucketMemory", _waited_for_first):
+            events, _ = _train(setup, interleaved, 3, lambda _: None, stage=2)
         visible = [[event for event in log if event[0] not in ("send", "move")] for log in events]
         done, finish = ("backward done", None), ("finish", None)
         reduces, sums, steps, syncs = ([(name, i) for i in range(4)] for name in ("reduce", "sum", "step", "sync"))
         stepped = [event for i in range(4) for event in (steps[i], syncs[i])]
-        reduced = [event for i in range(4) for event in (reduces[i], sums[i])]
-        waits = [*reduced, done, *stepped, finish]  # the first step
+        # a bucket is sent, and the bucket before is summed; then the latter is stepped
+        pairs = [(reduces[i], sums[i - 1]) if is_early else (sums[i - 1], reduces[i]) for i in (1, 2, 3)]
+        waits = [reduces[0], *chain(*pairs), sums[3], done, *stepped, finish]  # the first step
         owned = {event for event in visible[0] if event[0] == "step"}
         assert visible[0] == _where_owned(waits, owned), visible[0]
         expected = [reduces[0]]
-        for i in (1, 2, 3):  # the bucket before is summed, this one is sent, then that one is stepped
-            expected += [sums[i - 1], reduces[i], *([steps[i - 1], syncs[i - 1]] if interleaved else [])]
+        for i in (1, 2, 3):
+            expected += [*pairs[i - 1], *([steps[i - 1], syncs[i - 1]] if interleaved else [])]
         if interleaved:
             expected += [sums[3], steps[3], syncs[3]]
         else:

@@ -89,7 +89,7 @@ def _stage_2_interleaved(setup: Setup) -> None:
     opt = follow(setup, stage=2, interleaved=True)
     assert "regime: overlapped (" in opt.explain(), opt.explain()
     assert "bucket k = 0 is full: reduce k\n" in opt.explain(), opt.explain()
-    assert " is full: wait_reduce k - 1, reduce k, " in opt.explain(), opt.explain()
+    assert " is full: reduce k, wait_reduce k - 1, " in opt.explain(), opt.explain()
 
 
 @case(2)

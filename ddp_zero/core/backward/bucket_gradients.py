@@ -33,6 +33,8 @@ class BucketGradients(GradientSource):
     """In which it is waited for and stepped: a stream with backward's kernels must not wait for a reduction."""
     waiting: Label
     """The label of `wait`."""
+    starts_early = False
+    """Whether its reduction is started before that of the bucket before has ended."""
     doubtful: AbstractSet[int] = frozenset()
     """Parameters without a gradient on this rank, neither of this pass nor of earlier ones, by index."""
     usage: UsageCounts | None = None

@@ -16,6 +16,7 @@ from ddp_zero.core.backward.bucket_plan import BucketPlan
 from ddp_zero.core.backward.planned_bucket import ForeignGradients
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, taken_by_others
 from ddp_zero.core.backward.scratch_bucket import (
+    KEPT,
     RELEASED,
     SUMMED,
     OwnedUsageCounts,
@@ -150,10 +151,13 @@ class PartitionedBuckets:
         """Finish every reduction; the buckets keep their sums, for the user's stream."""
         buckets = self.started()
         for bucket in buckets:
-            if bucket.progress < SUMMED:
-                with bucket.on_stream, bucket.waiting:
-                    bucket.wait()
-            bucket.keep()
+            if bucket.progress >= KEPT:
+                continue
+            with bucket.on_stream:
+                if bucket.progress < SUMMED:
+                    with bucket.waiting:
+                        bucket.wait()
+                bucket.keep()
         if self._first_sums is None:
             self._first_sums = sum(bucket.nbytes for bucket in buckets)
         self._context.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
@@ -177,7 +181,8 @@ class PartitionedBuckets:
         if held:  # seldom: most buckets were released in the pass
             for bucket in started:
                 if bucket.progress != RELEASED:
-                    bucket.release()
+                    with bucket.on_stream:
+                        bucket.release()
         self._rest(is_in_flight)
         self.forget()
 

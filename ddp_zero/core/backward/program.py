@@ -11,6 +11,8 @@ them. With buckets ``k`` of the plan, of a model on one device:
     ... the last bucket    ... and wait k, step and sync 0 to k                  wait, step, sync 0 to k
     waiting, deferred      wait k - 1, reduce k, keep k - 1                      -
 
+Small buckets are reduced first: reduce k, wait k - 1; see `BufferBytes.starts_early`.
+
 A step of all buckets, as by ``opt.step()``, is a sequence of the same acts, given the source of its gradients; see
 `StepRunner.run`. Where a rank steps in other memory (`OffloadedRunner`), whichever buckets are there by then are
 stepped and sent. Other owners, buckets or parameters have programs of their own; see `OverlapHook`.
@@ -56,20 +58,22 @@ def compile_pass(
         acts = gradients.start_acts(place)
         if acts and place:
             earlier = buckets[place - 1]
-            acts = [*_on_stream_of(earlier, bucket, [(earlier.waiting, earlier.wait)]), *acts]
+            wait = _on_stream_of(earlier, bucket, [(earlier.waiting, earlier.wait)])
+            acts = [*acts, *wait] if bucket.starts_early else [*wait, *acts]
             waited.add(place - 1)
         acts.append((None, partial(machine.bucket_arrived, place, due.stop, is_last)))
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
         for index in due:
             stepped = buckets[index]
-            wait: list[Act] = [] if index in waited else [(stepped.waiting, stepped.wait)]
+            first: list[Act] = [] if index in waited else [(stepped.waiting, stepped.wait)]
             step: list[Act] = [(label, partial(act, stepped)) for label, act in runner.acts(index)]
             free: list[Act] = [(None, stepped.release)] if gradients.shares_memory else []
-            acts += _on_stream_of(stepped, bucket, [*wait, *step, *free])
+            acts += _on_stream_of(stepped, bucket, [*first, *step, *free])
             waited.add(index)
         if not due and gradients.shares_memory:
-            acts += [(None, kept.keep) for kept in buckets[max(0, place - 1) : place]]
+            for kept in buckets[max(0, place - 1) : place]:
+                acts += _on_stream_of(kept, bucket, [(None, kept.keep)])
         run = runner.shard.trace.sequence(acts)
         if (context := _context(bucket)) is not None:
             run = partial(_within, context, run)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
-from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, buffers_of
+from ddp_zero.core.backward.scratch_buffers import BucketMemory, Buffer, SideStream, memory_of
 from ddp_zero.core.comm.reduction import Reduction, can_scale_in_sum, prepare_reduction, recv_numel, sum_dtype
 from ddp_zero.core.ddp.reducer import Window
 from ddp_zero.core.plan.buckets import aligned
@@ -161,11 +161,11 @@ class ReduceContext:
         """Give the buckets of the plan their memory, and decide how each is reduced there."""
         self._sizes = [one.layout.nbytes for one in segments]
         needs = [(one.layout.device, one.layout.nbytes, one.received_nbytes) for one in segments]
-        buffers = buffers_of(self.side, needs)
-        for segment, (scratch, receives) in zip(segments, buffers, strict=True):
-            segment.compile(scratch, receives)
-        self.scratches = list(dict.fromkeys(scratch for scratch, _ in buffers))
-        self.receives = list(dict.fromkeys(receives for _, receives in buffers if receives is not None))
+        memories = memory_of(self.side, needs)
+        for segment, memory in zip(segments, memories, strict=True):
+            segment.compile(memory)
+        self.scratches = list(dict.fromkeys(memory.scratch for memory in memories))
+        self.receives = list(dict.fromkeys(memory.receives for memory in memories if memory.receives is not None))
         self.most_bytes = max(self.most_bytes, self.nbytes)
 
     def describe(self) -> list[str]:
@@ -237,7 +237,6 @@ class ScratchBucket(BucketGradients):
     windows: list[Tensor]
     flat: Tensor
     _scratch: Buffer
-    _receives: Buffer | None
     _own: Tensor  # the place of its sum in the scratch
     _begin: Callable[[Tensor], Reduction]
 
@@ -266,23 +265,20 @@ class ScratchBucket(BucketGradients):
         wire = self._smaller_wire
         return self._slots_nbytes(wire or self.layout.dtype) + (0 if wire is None else self._wire_nbytes(wire))
 
-    def compile(self, scratch: Buffer, receives: Buffer | None) -> None:
-        """Decide how the bucket is reduced, and make all that it takes.
-
-        Args:
-            scratch: into which gradients are filled.
-            receives: where it is received.
-        """
-        context, layout, self._scratch = self._context, self.layout, scratch
-        flat = self.flat = scratch.memory[: layout.nbytes].view(layout.dtype)
+    def compile(self, memory: BucketMemory) -> None:
+        """Decide how the bucket is reduced in this memory, and make all that it takes."""
+        context, layout, self._scratch = self._context, self.layout, memory.scratch
+        self.starts_early = memory.starts_early
+        flat = self.flat = memory.scratch.memory[: layout.nbytes].view(layout.dtype)
         self.windows = [layout.windows[param].view(flat) for param in layout.params]
         comm, ranks = context.comm, context.shard.ranks
         parts = self._parts_of(flat)
         own, factor = parts[comm.group_rank], context.factor
         self._own = own
         limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
-        wire, memory = flat, flat.new_empty(0).view(torch.uint8) if receives is None else receives.memory
-        self._receives = receives if self.received_nbytes else None
+        wire, received = flat, flat.new_empty(0).view(torch.uint8)
+        if memory.receives is not None:
+            received = memory.receives.memory[memory.received_at :]
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.can_average(parts)
         self._before, self._after = before, after = list[Callable[[], object]](), list[Callable[[Tensor], object]]()
         # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
@@ -291,12 +287,12 @@ class ScratchBucket(BucketGradients):
             before.append(partial(flat.mul_, factor))
             factor = 1.0
         if smaller is not None:
-            wire = memory[: layout.numel * smaller.itemsize].view(smaller)
-            memory = memory[self._wire_nbytes(smaller) :]
+            wire = received[: layout.numel * smaller.itemsize].view(smaller)
+            received = received[self._wire_nbytes(smaller) :]
             before.append(partial(wire.copy_, flat))
             parts = self._parts_of(wire)
         whole = wire[:limit]
-        slots = memory[: self._slots_nbytes(wire.dtype)].view(wire.dtype)
+        slots = received[: self._slots_nbytes(wire.dtype)].view(wire.dtype)
         self._own_windows, self._wide = {}, None
         if sum_dtype(own.dtype) == own.dtype:
             self._own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
@@ -341,15 +337,12 @@ class ScratchBucket(BucketGradients):
         """The gradients that were filled in are not wanted."""
         if self.progress == FILLING:
             self.progress = RELEASED
-            self._scratch.give_back()
+            with self.on_stream:
+                self._scratch.give_back()
 
     def start(self) -> None:
         """Start the reduction of gradients that were filled in, within `on_stream`."""
-        self.is_started, self.progress, receives = True, IN_FLIGHT, self._receives
-        if receives is not None:
-            if receives.has_streams:
-                receives.lend()
-            receives.is_lent = True
+        self.is_started, self.progress = True, IN_FLIGHT
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
         for prepare in self._before:
             prepare()
@@ -369,12 +362,6 @@ class ScratchBucket(BucketGradients):
                 finish(self._sum)
         if self._context.carried:  # several add up in fp32
             self._add_carried()
-        # peers have stopped writing; the next receive comes after the kernels that sum
-        receives = self._receives
-        if receives is not None:
-            if receives.has_streams:
-                receives.give_back()
-            receives.is_lent = False
         self._reduction, self.progress = None, SUMMED  # a reduction holds on to memory
 
     def _add_carried(self) -> None:
@@ -387,14 +374,13 @@ class ScratchBucket(BucketGradients):
                 self.total(index).add_(carried)
 
     def keep(self) -> None:
-        """Copy the sum out for a later step, once it is there, and free the scratch."""
+        """Copy the sum out for a later step, once it is there, and free the scratch, within `on_stream`."""
         if self.progress != SUMMED:
             return
-        with self.on_stream:
-            if self._wide is None:
-                # the clone precedes the give-back on this stream: backward may fill the scratch again right after
-                self._sum = total = self._own.clone()
-                self._gradients = {index: one.view(total) for index, one in self.layout.own_windows.items()}
+        if self._wide is None:
+            # the clone precedes the give-back on this stream: backward may fill the scratch again right after
+            self._sum = total = self._own.clone()
+            self._gradients = {index: one.view(total) for index, one in self.layout.own_windows.items()}
         self.progress = KEPT
         self._scratch.give_back()
 
@@ -431,8 +417,8 @@ class ScratchBucket(BucketGradients):
         return self.layout.own_windows[index].view(self._sum)
 
     def release(self) -> None:
-        """Free the sum and the scratch, after the step has used them."""
-        # the step has been issued on the side stream; the next borrower waits for that stream
+        """Free the sum and the scratch, after the step has used them, within `on_stream`."""
+        # the next borrower waits for the step, which was issued on this stream
         if self.progress == SUMMED or self.progress == IN_FLIGHT:
             if self._scratch.has_streams:
                 self._scratch.give_back()

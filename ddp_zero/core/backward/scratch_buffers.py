@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +19,26 @@ class RunningOn:
     """A context in which work is issued on a stream, after everything issued on the current one so far."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self._stream, self._index = stream, stream.device.index
-        self._entered: list[bool] = []  # contexts may be nested
+        self._stream, self._issued = stream, torch.Event(stream.device)
+        self._thread = self._nested = 0  # the thread that is within it, and how often once more
 
     def __enter__(self) -> None:
-        current = torch.accelerator.current_stream(self._index)  # not of the device, which torch would look up
-        self._entered.append(current != self._stream)
-        if self._entered[-1]:
-            # gradients that backward has issued so far must be written before this stream reads them
-            self._stream.wait_stream(current)
-            self._stream.__enter__()
+        thread = get_ident()
+        if self._thread == thread:
+            self._nested += 1
+            return
+        # gradients that backward has issued so far must be written before this stream reads them
+        self._issued.record()
+        self._stream.wait_event(self._issued)
+        self._stream.__enter__()
+        self._thread = thread
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._entered.pop():
-            self._stream.__exit__(kind, error, traceback)
+        if self._nested:
+            self._nested -= 1
+            return
+        self._thread = 0
+        self._stream.__exit__(kind, error, traceback)
 
 
 class SideStream:
@@ -68,13 +76,6 @@ class SideStream:
         if tensor.device.type not in _WITHOUT_STREAMS:
             tensor.record_stream(self._stream(tensor.device))
 
-    def end_of_use(self, device: torch.device) -> list[torch.Event]:
-        """Events that have happened once the current stream and the side stream have done all that they were given."""
-        if device.type in _WITHOUT_STREAMS:
-            return []
-        current, side = torch.accelerator.current_stream(device.index), self._stream(device)
-        return [side.record_event()] if current == side else [current.record_event(), side.record_event()]
-
     def join(self) -> None:
         """Make the current streams wait for the side streams; the host does not wait."""
         for device, stream in self._streams.items():
@@ -90,11 +91,8 @@ class SideStream:
 class Buffer:
     """Flat memory that buckets use one after the other, allocated for the first.
 
-    On an accelerator it is ready for the stream on which it is lent, and stays untouched until both that stream and
-    the side stream are done with it; see [Note: who owns memory on an accelerator].
-
-    Args:
-        side: the stream that uses it besides the current one.
+    On an accelerator it is ready for the stream on which it is lent, and stays untouched until that stream and the side
+    stream are done with it; see [Note: who owns memory on an accelerator].
 
     Attributes:
         memory: 1-D bytes.
@@ -106,22 +104,21 @@ class Buffer:
         self.is_lent, self.has_streams = False, device.type not in _WITHOUT_STREAMS
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         side.record_use(self.memory)  # now, so that it may be dropped at any time
-        self._side, self._device = side, device
-        self._last_use: list[torch.Event] = []
+        if self.has_streams:
+            self._last_use = torch.Event(device)
 
     def lend(self) -> None:
         """From now on a bucket uses it, on the current stream; its content is arbitrary."""
         self.is_lent = True
-        # the borrower's stream, not the host: the last reader may still have the buffer in its queue
-        for event in self._last_use:
-            torch.accelerator.current_stream(self._device.index).wait_event(event)
+        if self.has_streams:
+            # the borrower's stream, not the host: the last reader may still have the buffer in its queue
+            self._last_use.wait()
 
     def give_back(self) -> None:
-        """All work that uses it has been issued, on the current stream or the side stream."""
+        """All work that uses it has been issued; called on the side stream, which is behind the current stream."""
         self.is_lent = False
         if self.has_streams:
-            # both streams: the reducer writes on the current one, the sum and the step read on the side stream
-            self._last_use = self._side.end_of_use(self._device)
+            self._last_use.record()
 
     def rest(self) -> None:
         """Give back its pages; nobody writes to it before it is lent, or pointed at, again."""
@@ -129,16 +126,34 @@ class Buffer:
             return_pages(self.memory)
 
 
-def buffers_of(side: SideStream, needs: Sequence[tuple[torch.device, int, int]]) -> list[tuple[Buffer, Buffer | None]]:
-    """The scratch of each bucket of the plan, and the buffer it is received into, if any is.
+class BucketMemory(NamedTuple):
+    """The memory of a bucket of the plan.
+
+    Attributes:
+        scratch: its gradients are filled into it.
+        receives: it is received into this; None: no bucket needs such a buffer.
+        received_at: its place there, in bytes.
+        starts_early: see `BufferBytes`.
+    """
+
+    scratch: Buffer
+    receives: Buffer | None
+    received_at: int
+    starts_early: bool
+
+
+def memory_of(side: SideStream, needs: Sequence[tuple[torch.device, int, int]]) -> list[BucketMemory]:
+    """The memory of each bucket of the plan.
 
     ``needs``: its device, bytes of its gradients, and to receive into.
     """
-    found: dict[int, tuple[Buffer, Buffer | None]] = {}
+    found: dict[int, BucketMemory] = {}
     for device in dict.fromkeys(device for device, _, _ in needs):
         places = [place for place, (one, _, _) in enumerate(needs) if one == device]
         sizes = BufferBytes.of([needs[place][1:] for place in places])
         scratches = {turn: Buffer(side, size, device) for turn, size in sizes.scratches.items()}
         receives = Buffer(side, sizes.received, device) if sizes.received else None
-        found.update((place, (scratches[turn], receives)) for place, turn in zip(places, sizes.turns, strict=True))
+        of_buckets = zip(places, sizes.turns, sizes.received_at, sizes.starts_early, strict=True)
+        for place, turn, received_at, starts_early in of_buckets:
+            found[place] = BucketMemory(scratches[turn], receives, received_at, starts_early)
     return [found[place] for place in range(len(needs))]

@@ -7,6 +7,12 @@ from typing import NamedTuple
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's default caps: for the first bucket to be ready, and for every later bucket."""
 
+EARLY_BYTES = 1 << 20
+"""Two buckets that are received into so many bytes have a place of their own each, whatever the largest bucket needs.
+
+A small bucket has been received by the time that the next one was sent; the host would wait for a larger one anyway.
+"""
+
 ALIGNMENT = 16
 """Bytes of which the sizes of buffers are multiples: any dtype can be laid over them."""
 
@@ -69,19 +75,26 @@ class BufferBytes(NamedTuple):
     Attributes:
         turns: the number of the scratch that each bucket is written into.
         scratches: bytes of each, by its number.
-        received: bytes of the one that all buckets are received into, as a reduction ends before the next one starts.
+        received: bytes of the one that all buckets are received into.
+        received_at: the place of each bucket in it, in bytes.
+        starts_early: whether a bucket has another place there than the bucket before, so that its reduction may start
+            before that of the bucket before has ended. Where it starts after the end, its place may be the same.
     """
 
     turns: Sequence[int]
     scratches: Mapping[int, int]
     received: int
+    received_at: Sequence[int]
+    starts_early: Sequence[bool]
 
     @classmethod
     def of(cls, needs: Sequence[tuple[int, int]]) -> "BufferBytes":
         """For buckets in the order of the plan: bytes of the gradients of each, and to receive into."""
-        sizes = [nbytes for nbytes, _ in needs]
-        turns = scratch_turns(sizes)
-        return cls(turns, scratch_bytes(sizes, turns), aligned(max((received for _, received in needs), default=0)))
+        sizes, received = [nbytes for nbytes, _ in needs], [aligned(nbytes) for _, nbytes in needs]
+        turns, pairs = scratch_turns(sizes), [0, *map(sum, pairwise(received))][: len(needs)]
+        room = max([0, *received, *(pair for pair in pairs if pair <= EARLY_BYTES)])
+        places = [0 if place % 2 else room - nbytes for place, nbytes in enumerate(received)]  # at either end in turn
+        return cls(turns, scratch_bytes(sizes, turns), room, places, [pair <= room for pair in pairs])
 
     @property
     def total(self) -> int:

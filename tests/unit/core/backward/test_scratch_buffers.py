@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_zero.core.backward.scratch_buffers import SideStream, buffers_of
-from ddp_zero.core.plan.buckets import scratch_bytes, scratch_turns
+from ddp_zero.core.backward.scratch_buffers import SideStream, memory_of
+from ddp_zero.core.plan.buckets import EARLY_BYTES, BufferBytes, scratch_bytes, scratch_turns
 
 CPU = torch.device("cpu")
 
@@ -40,8 +40,37 @@ def test_no_bucket_has_the_scratch_of_the_one_before(sizes: list[int]) -> None:
 
 
 def test_buffers_are_made_as_the_turns_say() -> None:
-    found, received = zip(*buffers_of(SideStream(), [(CPU, 90, 0), (CPU, 16, 33), (CPU, 50, 20)]), strict=True)
-    assert found[0] is found[2] is not found[1]
-    assert [buffer.memory.nbytes for buffer in found] == [96, 16, 96], "any dtype can be laid over them"
-    assert len(set(received)) == 1, "a reduction ends before the next one starts"
-    assert received[0].memory.nbytes == 48
+    found = memory_of(SideStream(), [(CPU, 90, 0), (CPU, 16, 33), (CPU, 50, 20)])
+    assert found[0].scratch is found[2].scratch is not found[1].scratch
+    assert [one.scratch.memory.nbytes for one in found] == [96, 16, 96], "any dtype can be laid over them"
+    assert len({one.receives for one in found}) == 1
+    assert found[0].receives is not None
+    assert found[0].receives.memory.nbytes == 80
+    assert [one.received_at for one in found] == [80, 0, 48]
+
+
+@pytest.mark.parametrize(
+    ("received", "nbytes", "starts_early"),
+    [
+        ([64, 64, 32], 128, [True, True, True]),
+        ([0, 0], 0, [True, True]),
+        ([EARLY_BYTES, EARLY_BYTES], EARLY_BYTES, [True, False]),
+        ([EARLY_BYTES, 64, 64], EARLY_BYTES, [True, False, True]),
+        ([2 * EARLY_BYTES, EARLY_BYTES, EARLY_BYTES], 2 * EARLY_BYTES, [True, False, True]),
+        ([EARLY_BYTES, 0, EARLY_BYTES], EARLY_BYTES, [True, True, True]),
+    ],
+)
+def test_small_buckets_have_places_of_their_own(received: list[int], nbytes: int, starts_early: list[bool]) -> None:
+    found = BufferBytes.of([(64, one) for one in received])
+    assert found.received == nbytes
+    assert list(found.starts_early) == starts_early
+
+
+@given(st.lists(st.integers(0, 1 << 21), max_size=12))
+def test_a_bucket_that_starts_early_shares_no_byte_with_the_one_before(received: list[int]) -> None:
+    found = BufferBytes.of([(64, one) for one in received])
+    spans = [(at, at + nbytes) for at, nbytes in zip(found.received_at, received, strict=True)]
+    assert all(0 <= begin and end <= found.received for begin, end in spans)
+    for ((begun, ended), (begin, end)), is_early in zip(pairwise(spans), found.starts_early[1:], strict=True):
+        assert not is_early or ended <= begin or end <= begun
+    assert found.received <= max([EARLY_BYTES, *(one + 15 for one in received)])
