@@ -413,9 +413,9 @@ class CollectiveExchange(PreparedExchange):
 
 
 def _issue_all(issues: Sequence[Callable[[], Work]], works: list[Any], _: int) -> None:
-    works.clear()  # works of the last start: a collective that is not issued must not count as complete
+    works[:] = ()  # works of the last start: a collective that is not issued must not count as complete
     for issue in issues:
-        works.append(issue())
+        works += (issue(),)
 
 
 def all_gather_by_messages(
