@@ -31,6 +31,7 @@ class RunningOn:
         self._issued.record()
         self._stream.wait_event(self._issued)
         self._stream.__enter__()
+        # last: where a signal interrupts this before, torch refuses to enter the stream again, instead of a race
         self._thread = thread
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,6 +119,7 @@ class Buffer:
         """All work that uses it has been issued; called on the side stream, which is behind the current stream."""
         self.is_lent = False
         if self.has_streams:
+            # behind all that the current stream has written there: this stream waited for it when it was entered
             self._last_use.record()
 
     def rest(self) -> None:
