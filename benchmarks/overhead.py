@@ -30,7 +30,7 @@ from benchmarks.race.models import MODELS
 from ddp_zero import shard_optimizer
 from ddp_zero.core.comm import exchange as exchange_module
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.reduction import SegmentReduction
+from ddp_zero.core.comm.reduction import segment_reduction
 from ddp_zero.optimizer import engine_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,7 +66,7 @@ def exchange(comm: Communicator, buckets: list[Tensor], recv_buffer: Tensor) -> 
     for index, bucket in enumerate(buckets):
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
-        SegmentReduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait()
+        segment_reduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait()
         comm.start_all_gather(parts, (0, index)).wait("the sync")
 
 

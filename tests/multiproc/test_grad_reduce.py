@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.reduction import Reduction, SegmentReduction, recv_numel, sum_dtype
+from ddp_zero.core.comm.reduction import Reduction, recv_numel, segment_reduction, sum_dtype
 from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
@@ -50,7 +50,7 @@ def _random_reductions(setup: Setup) -> int:
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
         with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
             recv_buffer = torch.empty(needed, dtype=dtype)
-            reduction = SegmentReduction(comm, whole, parts, recv_buffer, (7, trial), numel).start(out)
+            reduction = segment_reduction(comm, whole, parts, recv_buffer, (7, trial), numel).start(out)
             reduction.wait()
         assert torch.equal(out, expected[start : start + sizes[setup.rank]]), f"trial {trial}: {sizes} {dtype}"
         reduction.wait()
@@ -74,7 +74,7 @@ def _random_rings(setup: Setup) -> int:
         with rings_for_all():
             recv_buffer = torch.empty(recv_numel(comm, sizes, dtype, whole.device), dtype=dtype)
             before = comm.trace.totals["sent"]
-            started = SegmentReduction(comm, whole, parts, recv_buffer, (7, trial), numel, factor).start(out)
+            started = segment_reduction(comm, whole, parts, recv_buffer, (7, trial), numel, factor).start(out)
             pending.append((started, out, expected))
             sent = comm.trace.totals["sent"] - before
             assert sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
@@ -108,7 +108,7 @@ def _without_direct_messages(setup: Setup) -> None:
     parts = list(whole.split([3, 7]))
     expected = (torch.arange(10.0) * 3).split([3, 7])[setup.rank]
     out = parts[setup.rank].clone()
-    reduction = SegmentReduction(comm, whole, parts, whole.new_empty(0), (1, 1), 10)
+    reduction = segment_reduction(comm, whole, parts, whole.new_empty(0), (1, 1), 10)
     for _ in range(2):
         whole.copy_(torch.arange(10.0) * (setup.rank + 1))
         reduction.start(out).wait()
@@ -124,7 +124,7 @@ def _ranks_that_disagree(setup: Setup) -> None:
     comm = Communicator(None)
     whole = torch.ones(8)
     parts = list(whole.split(4))
-    reduction = SegmentReduction(comm, whole, parts, torch.empty(4), (1, setup.rank), 8).start(parts[setup.rank])
+    reduction = segment_reduction(comm, whole, parts, torch.empty(4), (1, setup.rank), 8).start(parts[setup.rank])
     for _ in range(2):  # never the segment as it was, however often it is asked for
         with pytest.raises(RuntimeError, match=rf"Expected rank {1 - setup.rank} .*reduction of bucket {setup.rank}"):
             reduction.wait()
@@ -171,7 +171,7 @@ def _interrupted_waits(setup: Setup) -> list[str]:
             recv_buffer = torch.empty(recv_numel(comm, sizes, whole.dtype, whole.device, limit))
             if setup.rank == 1:
                 time.sleep(0.6)
-            summed = SegmentReduction(comm, whole, parts, recv_buffer, (9, place), limit).start(out)
+            summed = segment_reduction(comm, whole, parts, recv_buffer, (9, place), limit).start(out)
             if setup.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
                 try:
@@ -194,7 +194,7 @@ def _interrupted_sum(setup: Setup) -> None:
     whole = torch.ones(10)
     parts = list(whole.split(5))
     with mock.patch("ddp_zero.core.comm.reduction.sum_in_order", return_value=[_stop]):
-        summed = SegmentReduction(comm, whole, parts, torch.empty(5), (9, 0), 10).start(torch.empty(5))
+        summed = segment_reduction(comm, whole, parts, torch.empty(5), (9, 0), 10).start(torch.empty(5))
     with pytest.raises(_Stop):
         summed.wait()
     with pytest.raises(RuntimeError, match=r"interrupted .*bucket 0, which is not complete. Call opt.reset\(\)"):

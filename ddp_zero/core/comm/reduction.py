@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator, Transport
 from ddp_zero.core.comm.exchange import (
+    Exchange,
     InFlight,
     LocalWork,
     PointToPointExchange,
@@ -55,7 +56,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def recv_numel(
     comm: Transport, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, limit: int | None = None
 ) -> int:
-    """Elements of the receive buffer that `SegmentReduction` needs for parts of these sizes.
+    """Elements of the receive buffer that `segment_reduction` needs for parts of these sizes.
 
     At most the limit (None: all elements), or 2 MiB around a ring; more for tiny buckets, and for the padded parts of
     native collectives.
@@ -140,7 +141,7 @@ class DirectReduceScatter:
         """Send this rank's contributions, and post the first receives.
 
         Args:
-            out: receives this rank's sum: its own part, or other memory.
+            out: receives this rank's sum, in its dtype: its own part, or other memory.
         """
         for window_sum in self._sums:
             window_sum.is_due = True
@@ -176,58 +177,23 @@ class _WindowReceives:
         return not self.messages.is_in_flight
 
 
-class SegmentReduction:
-    """The reduction of one bucket's gradients to their owners, by messages, a ring or native collectives.
-
-    It is prepared once for memory that stays in place: `start` and `wait` can be called as often as needed.
+class CollectiveReduction:
+    """The reduction of one bucket's gradients to their owners by a ring, or by the backend's collectives.
 
     Args:
-        whole: this rank's contribution, 1-D contiguous; destroyed.
-        parts: windows of ``whole``, one per rank in rank order.
-        recv_buffer: receive buffer, 1-D, of the dtype of ``whole``, `recv_numel` elements.
-        subject: the plan, the bucket, and everything else that must be the same.
-        limit: elements of the bucket; bounds the elements received at once.
-        factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
-
-    Attributes:
-        direct: the reduce-scatter by direct messages; None: a ring or the backend reduces.
+        begin: starts it, in memory that stays in place.
+        total: its result, this rank's segment.
+        what: its name in errors.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        whole: Tensor,
-        parts: Sequence[Tensor],
-        recv_buffer: Tensor,
-        subject: tuple[int, ...],
-        limit: int,
-        factor: float = 1.0,
-    ) -> None:
-        self._what = f"the reduction of bucket {subject[1]}"
-        self._sum = self._out = parts[comm.group_rank]
+    def __init__(self, begin: Callable[[], InFlight], total: Tensor, what: str) -> None:
+        self._begin, self._sum, self._what = begin, total, what
+        self._out = total
         self._in_flight: InFlight | None = None
-        self._begin: Callable[[], InFlight] | None = None
-        self.direct: DirectReduceScatter | None = None
-        if comm.is_alone:
-            return
-        if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
-            self._begin = partial(comm.start_ring_reduce_scatter, parts, recv_buffer, factor, (*subject, _REDUCE))
-        elif not comm.has_direct_messages(whole.device):
-            self._begin, self._sum = comm.prepare_reduce_scatter(whole, parts, recv_buffer, average=factor != 1.0)
-        else:
-            self.direct = DirectReduceScatter(comm, parts, recv_buffer, limit, factor, subject)
 
-    def start(self, out: Tensor) -> "SegmentReduction | DirectReduceScatter":
-        """Start the reduction. Returns the object whose `wait` ends it.
-
-        Args:
-            out: receives this rank's sum: its own part, or other memory. Has the dtype of the sum.
-        """
-        if self.direct is not None:
-            return self.direct.start(out)
-        self._out = out
-        if self._begin is not None:
-            self._in_flight = self._begin()
+    def start(self, out: Tensor) -> "CollectiveReduction":
+        """Start the reduction; for ``out`` see `DirectReduceScatter.start`."""
+        self._out, self._in_flight = out, self._begin()
         return self
 
     def wait(self) -> None:
@@ -240,13 +206,48 @@ class SegmentReduction:
             self._out = self._sum  # let go of other memory
 
 
+def segment_reduction(
+    comm: Communicator,
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    recv_buffer: Tensor,
+    subject: tuple[int, ...],
+    limit: int,
+    factor: float = 1.0,
+) -> DirectReduceScatter | CollectiveReduction:
+    """Prepare the reduction of one bucket's gradients to their owners, by messages, a ring or native collectives.
+
+    It is prepared for memory that stays in place: `start` and `wait` can be called as often as needed.
+
+    Args:
+        comm: the owners.
+        whole: this rank's contribution, 1-D contiguous; destroyed.
+        parts: windows of ``whole``, one per rank in rank order.
+        recv_buffer: receive buffer, 1-D, of the dtype of ``whole``, `recv_numel` elements.
+        subject: the plan, the bucket, and everything else that must be the same.
+        limit: elements of the bucket; bounds the elements received at once.
+        factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
+    """
+    begin: Callable[[], InFlight]
+    what, own = f"the reduction of bucket {subject[1]}", parts[comm.group_rank]
+    if comm.is_alone:
+        return CollectiveReduction(partial(Exchange, (), (), parts), own, what)
+    if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
+        begin = partial(comm.start_ring_reduce_scatter, parts, recv_buffer, factor, (*subject, _REDUCE))
+        return CollectiveReduction(begin, own, what)
+    if not comm.has_direct_messages(whole.device):
+        begin, total = comm.prepare_reduce_scatter(whole, parts, recv_buffer, average=factor != 1.0)
+        return CollectiveReduction(begin, total, what)
+    return DirectReduceScatter(comm, parts, recv_buffer, limit, factor, subject)
+
+
 class HierarchicalReduction:
     """The reduction of one bucket within a shard group, and then across the groups; see the module docstring."""
 
     def __init__(
         self,
         ranks: Ranks,
-        within: SegmentReduction | DirectReduceScatter,
+        within: Reduction,
         whole: Tensor,
         out: Tensor,
         recv_buffer: Tensor,
@@ -319,7 +320,7 @@ class HierarchicalReduction:
         limit = self._recv_buffer.numel() or numel
         needed = recv_numel(comm, [part.numel() for part in parts], wire.dtype, wire.device, limit)
         recv_buffer = self._recv_buffer[:needed] if needed <= self._recv_buffer.numel() else wire.new_empty(needed)
-        SegmentReduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
+        segment_reduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
         if out is not own:
             own.copy_(out)
         comm.start_all_gather(parts, (*self._subject, _GATHER)).wait(f"the reduction of bucket {self._subject[1]}")
@@ -336,16 +337,15 @@ def prepare_reduction(
     limit: int,
     factor: float = 1.0,
 ) -> Callable[[Tensor], Reduction]:
-    """Prepare the reduction of one bucket over everyone, see `SegmentReduction`; returns a function that starts it."""
+    """Prepare the reduction of one bucket over everyone, see `segment_reduction`; returns a function that starts it."""
     if ranks.replicas is None:
-        segment = SegmentReduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor)
-        return segment.start if segment.direct is None else segment.direct.start
+        return segment_reduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start
     replicas = ranks.replicas
 
     def start(out: Tensor) -> HierarchicalReduction:
         # with the round as it is now: a thread that goes on after `opt.reset()` must send nothing in the next round
         current = (*subject, replicas.round)
-        within = SegmentReduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
+        within = segment_reduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
         return HierarchicalReduction(ranks, within, whole, out, recv_buffer, current)
 
     return start
