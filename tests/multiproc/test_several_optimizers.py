@@ -152,6 +152,26 @@ def _unused_parameters_and_static_graphs(setup: Setup) -> None:
 
 
 @case(2)
+def _a_pass_for_others_while_all_of_its_parameters_are_frozen_is_no_step_of_an_optimizer(setup: Setup) -> None:
+    for first, second in product(({}, {"interleaved": False}, {"overlap": False}), ({}, {"interleaved": False})):
+        both = Both(by_depth, SMALL | {"find_unused_parameters": True}, first, second)
+        for step in range(4):
+            for ddp, optimizers in both.sides:
+                groups = by_depth(ddp.module)
+                for number in (0, 1, 1) if step % 2 else (1, 0):
+                    for param in groups[1 - number]:
+                        param.requires_grad_(False)
+                    optimizers[number].zero_grad()
+                    ddp(inputs_of(setup, 10 * step + number)).square().mean().backward()
+                    optimizers[number].step()
+                    optimizers[number].zero_grad()
+                    for param in groups[1 - number]:
+                        param.requires_grad_(True)
+            assert_equal_models(both.plain_ddp, both.ddp, f"{first} {second} after step {step}")
+        both.train(setup, 2)
+
+
+@case(2)
 def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
     """Whoever is listed first: what an optimizer does inside backward comes before any step in the loop."""
     for finds, second, order in product((False, True), ({}, {"overlap": False}), (1, -1)):

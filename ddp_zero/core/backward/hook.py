@@ -25,6 +25,7 @@ well (an update would be missing in loops that leave it out).
 import sys
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ from ddp_zero.core.step.late_changes import LateChanges
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import StepRunner
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _NONE = Choice(Regime.DEFERRED, "no backward pass yet")
 
 
@@ -201,7 +203,9 @@ class OverlapHook:
 
     def _begin(self, params: list[Tensor]) -> None:
         self._open_iteration()
-        choice = choose(self._facts(params))
+        facts = self._facts(params)
+        self._has_accumulated |= facts.is_frozen
+        choice = choose(facts)
         # stage 2 copies gradients in any strides
         wrong = None if self._ddp_buckets is None else self._ddp_buckets.why_refuse()
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
@@ -421,6 +425,7 @@ class OverlapHook:
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
+            is_frozen=not (any(map(_REQUIRES_GRAD, self._shard.table.params)) or self._joins()),
             # not under Join: joined ranks could not know that the first step waits
             is_first=not (self._num_loads == self._shard.num_loads or self._joins()),
             learns_unused=self._steps.learns_unused,

@@ -50,6 +50,7 @@ class Facts:
         waits_because: why every step waits for ``opt.step()``, or None.
         accumulates: whether this pass is in ``opt.accumulate()``.
         is_local: whether this pass is in ``no_sync()``; DDP averages it if a forward pass outside was left open.
+        is_frozen: whether the pass is for other optimizers: all parameters of this one are frozen.
         learns_unused: whether this pass of a static graph tells which parameters no rank uses.
         steps_whole: whether the optimizer wraps another one, which cannot be stepped by bucket.
         not_reduced: a parameter of the optimizer that is in none of DDP's buckets, as messages name it, or None.
@@ -58,6 +59,7 @@ class Facts:
     waits_because: str | None = None
     accumulates: bool = False
     is_local: bool = False
+    is_frozen: bool = False
     is_first: bool = False
     learns_unused: bool = False
     steps_whole: bool = False
@@ -89,7 +91,7 @@ class Choice:
 def choose(facts: Facts) -> Choice:
     """The regime of an iteration."""
     reason = _why_not_by_bucket(facts)
-    is_left_to_user = facts.waits_because is not None or facts.accumulates or facts.is_local
+    is_left_to_user = facts.waits_because is not None or facts.accumulates or facts.is_local or facts.is_frozen
     if is_left_to_user or facts.is_first:
         return Choice(Regime.REDUCE_ONLY, reason, is_due=not is_left_to_user)
     return Choice(Regime.OVERLAPPED if reason is None else Regime.DEFERRED, reason)
@@ -102,6 +104,8 @@ def _why_not_by_bucket(facts: Facts) -> str | None:
         return "opt.accumulate() leaves the step to a later backward pass"
     if facts.is_local:
         return "DDP averages this pass in no_sync(), since a forward pass outside was left open"
+    if facts.is_frozen:
+        return "all parameters of the optimizer are frozen"
     if facts.is_first:
         return "the first step of all waits for opt.step() or the next forward pass"
     if facts.learns_unused:
