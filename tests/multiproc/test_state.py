@@ -247,6 +247,17 @@ def _a_state_that_is_set_fits_what_this_rank_steps(setup: Setup) -> None:
 
 
 @case(2)
+def _the_step_names_a_value_that_was_set_in_a_wrong_shape(setup: Setup) -> None:
+    for mode in ({"partition": "elements"}, {"stage": 2, "partition": "elements"}, {"overlap": False}):
+        twins = sharded_twins(**mode)
+        twins.train(setup, 1)
+        for param, state in twins.opt.state.items():
+            state["exp_avg"] = torch.zeros(param.numel() + 1)
+        with pytest.raises(RuntimeError, match=r"Expected state 'exp_avg' of parameter .* to fit its shape.*ZERO-604"):
+            twins.train(setup, 1)
+
+
+@case(2)
 def _states_that_are_set_for_parameters_of_other_ranks_are_in_no_checkpoint(setup: Setup) -> None:
     twins = sharded_twins()
     twins.train(setup, 1)

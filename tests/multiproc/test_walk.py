@@ -23,7 +23,7 @@ BOUNDS = {
     "`opt.step()` standalone": (27, 102, 233),
     "`state_dict()`": (17, 114, 418),
     "`checkpoint.save`": (27, 333, 1853),
-    "`checkpoint.load`": (35, 591, 2568),
+    "`checkpoint.load`": (35, 591, 2570),
     "`deepspeed.initialize`": (83, 717, 1472),
     "an iteration of its engine": (46, 331, 526),
 }

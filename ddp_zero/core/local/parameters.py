@@ -167,11 +167,15 @@ class ParameterTable:
         target = self.shape_of_state(index, key)
         return len(shape) == len(target) and all(size in (1, full) for size, full in zip(shape, target, strict=True))
 
-    def describe_state(self, index: int, part: Part) -> str:
-        """The shape that `fits_state` expects, in messages."""
-        whole = self.wholes.get(index)
-        shape = "its shape" if whole is None else f"its shape as a whole, {list(whole.shape)}"
-        return shape if part is None else f"{shape}, of which this rank has elements {part.start} to {part.stop}"
+    def misfit(self, index: int, state: Mapping[Any, Any], part: Part) -> str:
+        """A sentence about the first tensor of a state that `fits_state` refuses, or an empty text."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and not self.fits_state(index, key, value.shape, part):
+                whole = self.wholes.get(index)
+                fits = "its shape" if whole is None else f"its shape as a whole, {list(whole.shape)}"
+                fits += "" if part is None else f", of which this rank has elements {part.start} to {part.stop}"
+                return f"Expected state {key!r} of {self.label(index)} to fit {fits}, got shape {list(value.shape)}."
+        return ""
 
     def name(self, index: int) -> str:
         given = self._names[index]

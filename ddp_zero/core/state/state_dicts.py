@@ -720,12 +720,8 @@ def check_state(
         )
     if not optimizer_class.__module__.startswith("torch.optim"):
         return
-    for key, tensor in value.items():
-        if isinstance(tensor, Tensor) and tensor.dim() and not table.fits_state(index, key, tensor.shape, part):
-            raise ValueError(
-                f"Expected state {key!r} of {table.label(index)} to fit {table.describe_state(index, part)}, got shape "
-                f"{list(tensor.shape)}. {remedy} [ZERO-604]"
-            )
+    if misfit := table.misfit(index, value, part):
+        raise ValueError(f"{misfit} {remedy} [ZERO-604]")
 
 
 def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:

@@ -184,13 +184,31 @@ class StepRunner:
             self.step_bucket(own, source)
         except BaseException as error:
             if isinstance(error, Exception):
+                error = self._explained(error, own)
                 note_failure(error)
                 if errors.note(error):
                     return
                 for later in self.shard.buckets[own.bucket.index + 1 :]:
                     local_step.give_up(later.bucket.index)
             self.shard.abandon()
-            raise
+            raise error.with_traceback(error.__traceback__) from error.__cause__
+
+    def _explained(self, error: Exception, own: LocalBucket) -> Exception:
+        """An error of a local step, or one that names a state which the loop has set in a wrong shape, if there is."""
+        shard, stepped = self.shard, self.shard.targets
+        if not type(shard.inner).__module__.startswith("torch.optim"):
+            return error
+        states = ((index, shard.inner_state.get(stepped[index], {})) for index in own.indices)
+        misfits = (shard.table.misfit(index, state, stepped.part(index)) for index, state in states)
+        misfit = next(filter(None, misfits), "")
+        if misfit:
+            explained = RuntimeError(
+                f"{misfit} Set it in the shape that it had, as torch.zeros_like(opt.state[param][key]) has, or set all "
+                "of opt.state[param], which takes tensors in the parameter's shape, on every rank. [ZERO-604]"
+            )
+            explained.__cause__ = error
+            return explained
+        return error
 
     def step_bucket(self, own: LocalBucket, source: GradientSource) -> None:
         """Step this rank's segment; the caller has set its trace label."""
