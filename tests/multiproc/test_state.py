@@ -258,6 +258,18 @@ def _the_step_names_a_value_that_was_set_in_a_wrong_shape(setup: Setup) -> None:
 
 
 @case(2)
+def _states_that_do_not_fit_replace_nothing(setup: Setup) -> None:
+    twins = sharded_twins(partition="elements")
+    twins.train(setup, 1)
+    before = copy.deepcopy(dict(twins.opt.state))
+    first, *_, last = twins.model.parameters()
+    with pytest.raises(ValueError, match=r"got shape \[7, 7, 7\].*ZERO-604"):
+        twins.opt.state = {first: {}, last: {"exp_avg": torch.zeros(7, 7, 7)}}
+    assert_identical(list(before.values()), list(twins.opt.state.values()), "the states")
+    twins.train(setup, 1)
+
+
+@case(2)
 def _states_that_are_set_for_parameters_of_other_ranks_are_in_no_checkpoint(setup: Setup) -> None:
     twins = sharded_twins()
     twins.train(setup, 1)

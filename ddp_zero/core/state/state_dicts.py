@@ -166,9 +166,14 @@ class StateDicts:
     @staticmethod
     def replace_state(own: State, state: Mapping[Any, Any]) -> None:
         """Replace all states by these, keyed by parameter, in the same dict, which a mixed optimizer's parts share."""
-        given = dict(state)
+        given, before = dict(state), dict(own)
         own.clear()
-        own.update(given)
+        try:
+            own.update(given)
+        except BaseException:
+            own.clear()
+            own.update(before)
+            raise
 
     def consolidate(self, to: int) -> None:
         """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
