@@ -270,6 +270,28 @@ def _states_that_do_not_fit_replace_nothing(setup: Setup) -> None:
 
 
 @case(2)
+def _a_write_to_a_state_drops_what_was_consolidated(setup: Setup) -> None:
+    def scale(state: Any) -> None:
+        state["exp_avg"].mul_(0.5)
+
+    def replace(state: Any) -> None:
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+
+    modes: list[dict[str, Any]] = [{}, {"partition": "elements"}]
+    for mode in modes:
+        twins = sharded_twins(**mode)
+        for write in (scale, replace, dict.clear):
+            twins.train(setup, 1)
+            twins.opt.consolidate_state_dict()
+            for optimizer in (twins.plain, twins.opt):
+                for state in optimizer.state.values():
+                    write(state)
+            dist.barrier()  # every rank has written, and then asked the others
+            assert_identical(twins.plain.state_dict()["state"], twins.opt.state_dict()["state"], f"{mode} {write}")
+            dist.barrier()
+
+
+@case(2)
 def _states_that_are_set_for_parameters_of_other_ranks_are_in_no_checkpoint(setup: Setup) -> None:
     twins = sharded_twins()
     twins.train(setup, 1)

@@ -37,6 +37,7 @@ SCALE_KEY = "loss_scale"
 
 BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
 
+_Mark = tuple[Any, int | None]
 _LOADING = "load_state_dict"
 _AS_SAVED = (
     "Build the optimizer from the model and the groups of the run that saved it; groups that it added come from "
@@ -139,6 +140,7 @@ class StateDicts:
 
     def __init__(self, shard: Shard, decision: Decision, build: BuildInner) -> None:
         self._gathered: State | None = None  # the state of all ranks, while a state dict is built from it
+        self._gathered_from: list[_Mark] = []  # of this rank's state, when the shard's snapshot was gathered
         self._on_demand: OnDemandGather | None = None
         self._shard = shard
         self._decision = decision
@@ -183,6 +185,7 @@ class StateDicts:
         gathered = gather_state(shard, GroupRank(to))
         if gathered is not None:
             shard.snapshot = gathered  # on other ranks, the snapshot of an earlier call is still current
+            self._gathered_from = _marks(shard.inner_state)
 
     def state_dict(self, build: Callable[[], dict[str, Any]], others_may_step: Callable[[], bool]) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
@@ -196,7 +199,10 @@ class StateDicts:
     def _whole_state(self, others_may_step: Callable[[], bool]) -> State:
         shard = self._shard
         if shard.snapshot is not None:
-            return shard.snapshot
+            now, before = _marks(shard.inner_state), self._gathered_from
+            if len(now) == len(before) and all(map(_is_unchanged, now, before)):
+                return shard.snapshot
+            shard.snapshot = None
         shard.check_memory_order()
         if shard.comm.world_size > 1:
             at_birth = self._state_at_birth() if shard.order.has_initial_state else None
@@ -569,6 +575,19 @@ class StateDicts:
         _move(shard, lambda tensor, device: tensor.to(device, copy=True))
         shard.changes.note_work(shard.binding.accelerators)  # for a thread that reads the copies
         shard.targets.are_moved_away = False
+
+
+def _marks(state: State) -> list[_Mark]:
+    """Every key and value of a state, and the versions of its tensors: what no write leaves as it was."""
+    marks: list[_Mark] = []
+    for key, held in state.items():
+        values = held.values() if isinstance(held, Mapping) else [held]
+        marks += [(key, None), *((value, value._version if isinstance(value, Tensor) else None) for value in values)]
+    return marks
+
+
+def _is_unchanged(mark: _Mark, before: _Mark) -> bool:
+    return mark[0] is before[0] and mark[1] == before[1]
 
 
 def _are_equal(state: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
