@@ -292,6 +292,20 @@ def _a_write_to_a_state_drops_what_was_consolidated(setup: Setup) -> None:
 
 
 @case(2)
+def _a_state_set_before_the_first_step_is_in_the_state_dict_of_every_rank(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [{}, {"partition": "elements"}]
+    for mode in modes:
+        twins = sharded_twins(**mode)
+        for place in (0, -1):
+            for model, optimizer in twins.sides:
+                param = list(model.parameters())[place]
+                optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": param * 2, "exp_avg_sq": param**2}
+            dist.barrier()  # every rank has written, and then asked the others
+            assert_identical(twins.plain.state_dict()["state"], twins.opt.state_dict()["state"], f"{mode} {place}")
+            dist.barrier()
+
+
+@case(2)
 def _states_that_are_set_for_parameters_of_other_ranks_are_in_no_checkpoint(setup: Setup) -> None:
     twins = sharded_twins()
     twins.train(setup, 1)

@@ -108,6 +108,7 @@ class _ByParameter(MutableMapping[Any, Any]):
         table, stepped, part = shard.table, shard.targets[index], shard.targets.part(index)
         kind = type(suboptimizer_for(shard.inner, shard.param_groups[table.groups[index]]))
         check_state(value, table, index, kind, part, "Give it in the shape of the whole, on every rank.")
+        shard.order.has_initial_state = False  # also for a parameter that a different rank steps
         whole = table.wholes.get(index)
         if not shard.binding.owns(index) or not (whole is None or whole.is_here):
             return  # a different rank steps it
@@ -243,7 +244,8 @@ class StateDicts:
             if state := {**made.get(stand_in, {}), **master}:
                 whole[param] = state
         present = with_masters(shard.inner_state, shard.targets)
-        for index in shard.binding.owned():
+        written = (index for index, state in present.items() if isinstance(index, int) and state)  # also of other ranks
+        for index in {*shard.binding.owned(), *written}:
             expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.targets.part(index))
             if not _are_equal(expected, present.get(index, {})):
                 return None
