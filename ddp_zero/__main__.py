@@ -152,7 +152,8 @@ def _run(given: list[str]) -> int:
         shell: str = whole.parse_args(given).print_completion
         return print_completion(whole, shell)
     if first.startswith("-"):  # options of the default
-        first, given = "check", ["check", *given]
+        first = "check"
+        given = ["check", *given]
     if first not in COMMANDS:
         near = get_close_matches(first, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."

@@ -102,7 +102,9 @@ class LossScale:
         if not (SMALLEST <= value <= LARGEST and good_steps >= least):
             raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}. [ZERO-103]")
         lowest = 0.0 if self._policy is None else self._policy.minimum
-        self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
+        self.value = max(value, lowest)
+        self._good_steps = int(good_steps)
+        self._patience = int(patience)
 
     def after_step(self, has_overflowed: bool) -> None:
         """Update the scale after a step; it has overflowed if any gradient of any rank was not finite."""

@@ -680,7 +680,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         shard = self._engine.shard
-        owned, rank = len(shard.binding.owned()), f"rank {self.rank} of {self.world_size}"
+        owned = len(shard.binding.owned())
+        rank = f"rank {self.rank} of {self.world_size}"
         return (
             f"{type(self).__name__} of {type(shard.inner).__name__}, {rank}, "
             f"{owned} of {len(shard.table)} parameters owned\n{super().__repr__()}"

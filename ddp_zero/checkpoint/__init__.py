@@ -130,7 +130,8 @@ def save(
         OSError: if writing to disk fails.
     """
     writer = writer_of(process_groups(model, optimizer, is_save=True))
-    peers, root = writer.peers, folder.folder_of(path)
+    peers = writer.peers
+    root = folder.folder_of(path)
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))

@@ -99,7 +99,8 @@ def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[st
             continue
         dtype = stored.spec.dtype
         if fp32 and dtype.is_floating_point:
-            stored, dtype = saved.state.get(first, {}).get(MASTER_KEY, stored), torch.float32
+            stored = saved.state.get(first, {}).get(MASTER_KEY, stored)
+            dtype = torch.float32
         found[name] = stored, dtype
     return found
 
@@ -118,7 +119,8 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
                 f"Expected a dtype that safetensors supports for {name!r}, got {in_file}. Export with "
                 "--fp32, or load it with checkpoint.load(). [ZERO-616]"
             )
-        begin, end = end, end + stored.numel * in_file.itemsize
+        begin = end
+        end = end + stored.numel * in_file.itemsize
         shape = list(stored.spec.shape)
         header[name] = {"dtype": _SAFETENSORS[in_file], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -164,7 +166,8 @@ def export_deepspeed(path: Path, out: Path) -> Path:
         """A parameter's value in fp32, and its states of the same shape."""
         states = dict(saved.state.get(name, {}))
         best = states.pop(MASTER_KEY, saved.model[name])
-        values, shape = _read_tree(states, saved), best.spec.shape
+        values = _read_tree(states, saved)
+        shape = best.spec.shape
         kept = {key: value for key, value in values.items() if key == "step" or getattr(value, "shape", None) == shape}
         return {"fp32": _read_tree(best, saved).float(), **kept}
 

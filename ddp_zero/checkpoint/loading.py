@@ -70,7 +70,8 @@ class Restore:
         self._states: dict[int, dict[Any, Any]] = {}
         self._other_state: dict[str, Any] = {}
         self._groups: list[dict[str, Any]] = []
-        names, live = {name: name for name in [*saved.model, *saved.names()]}, view.live
+        names = {name: name for name in [*saved.model, *saved.names()]}
+        live = view.live
         if rename:
             names = rename_all(names, rename, "rename=", "the checkpoint")
         known = {*live.values(), *elsewhere}
@@ -98,7 +99,9 @@ class Restore:
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         """Assign the model's values: tied values may be saved once; frozen parameters may have been left out."""
-        live, values, fit = self._live, self._live.values(), self.fit
+        live = self._live
+        values = self._live.values()
+        fit = self.fit
         tied = {alias: name for alias, name in live.aliases.items() if alias not in entries and name in entries}
         self._note("{!r} is loaded as {!r}, to which it is tied", tied.items())
         frozen = {name for name in values if isinstance(live.tensor(name), Parameter)} - set(live.trainable)
@@ -172,7 +175,8 @@ class Restore:
         every = [json.loads(text) for text in peers.all_gather_text(json.dumps(own))]
         alike = [sources for sources in every if len(sources) == len(own)]
         for number, place in enumerate(places):
-            group, sources = self._groups[place], {one[number] for one in alike} - {None}
+            group = self._groups[place]
+            sources = {one[number] for one in alike} - {None}
             if optimizer is None or group["params"] or len(sources) != 1:
                 continue
             source = sources.pop()
@@ -183,16 +187,21 @@ class Restore:
         self, saved: Mapping[str, Mapping[Any, Any]], entries: Mapping[str, Any], optimizer: OptimizerState
     ) -> None:
         """Assign states, in their saved order; a fp32 master is the more exact value if dtypes have changed."""
-        places, fits, table = {name: place for place, name in enumerate(saved)}, set(self.fit.states), optimizer.table
+        places = {name: place for place, name in enumerate(saved)}
+        fits = set(self.fit.states)
+        table = optimizer.table
         for index in sorted(range(len(self._names)), key=lambda index: places.get(self._names[index], len(places))):
-            name, param, whole = self._names[index], table.params[index], table.wholes.get(index)
+            name = self._names[index]
+            param = table.params[index]
+            whole = table.wholes.get(index)
             state = {}
             for key, one in saved.get(name, {}).items() if name in fits else ():
                 if whole is None or key == MASTER_KEY:  # masters are of parts even of a parameter that is stepped whole
                     state[key] = self._own_chunk(name, entries.get(name), one)
                 elif whole.is_here:
                     state[key] = one
-            value, master = self._values.get(name), state.pop(MASTER_KEY, None)
+            value = self._values.get(name)
+            master = state.pop(MASTER_KEY, None)
             has_master = isinstance(master, StoredTensor) and master.spec.shape == tuple(param.shape)
             is_converted = value is not None and value.spec.dtype != param.dtype
             if has_master and is_converted:
@@ -208,7 +217,8 @@ class Restore:
                 self._states[index] = state
 
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
-        states, own = dict[Any, Any](), set(optimizer.own_indices())
+        states = dict[Any, Any]()
+        own = set(optimizer.own_indices())
         for index in filter(own.__contains__, self._states):
             # at once, so that one parameter alone is in memory whole
             states[index] = own_state(
@@ -241,8 +251,10 @@ class Restore:
             return
         # parameters equal their rounded masters, or the first step would undo the load
         for index in self._optimizer.own_indices():
-            param, name = self._optimizer.table.params[index], self._names[index]
-            master, value = self._states.get(index, {}).get(MASTER_KEY), self._values.get(name)
+            param = self._optimizer.table.params[index]
+            name = self._names[index]
+            master = self._states.get(index, {}).get(MASTER_KEY)
+            value = self._values.get(name)
             if master is None or value is None or master == value:
                 continue
             rounded, as_saved = (self._read(one).to(param.dtype) for one in (master, value))  # as read later

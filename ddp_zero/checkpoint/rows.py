@@ -79,9 +79,11 @@ def rows_of(
     """
     if part is None and (chunk is None or chunk.sizes == shape):
         return [Row(name, key, value) for key, value in {None: held, **state}.items()]
-    held, rows = held.detach(), []
+    held = held.detach()
+    rows = []
     chunk = chunk or Chunk.whole(held.shape)
-    stepped, stride = part_of(held, held, part), None if part is None else held.stride()
+    stepped = part_of(held, held, part)
+    stride = None if part is None else held.stride()
     for key, value in {None: stepped, **state}.items():
         if not isinstance(value, Tensor) or value.shape != stepped.shape:
             rows.append(Row(name, key, value))
@@ -169,15 +171,19 @@ def capture(
         spread = sorted(params.keys() - {*view.names})
         owners = partition_greedy([params[name].nbytes for name in spread], peers.world_size) if spread else []
         mine = {*holdings, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
-        mine, hosts = mine.union(buffers if rank == 0 else ()), set(holdings)
+        mine = mine.union(buffers if rank == 0 else ())
+        hosts = set(holdings)
     else:
         mine, hosts = layout.written_by(rank), layout.whole_states_of(rank)
     # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
     frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
     stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
-    rows, births, values = list[Row](), dict[str, tuple[int, int]](), live.values()
+    rows = list[Row]()
+    births = dict[str, tuple[int, int]]()
+    values = live.values()
     for name, held in live.entries.items():
-        one, is_mine = holdings.get(name), name in mine and name not in frozen
+        one = holdings.get(name)
+        is_mine = name in mine and name not in frozen
         own = {} if one is None or one.state is None else one.state
         if odd := [key for key in own if type(key) not in (str, int)]:
             raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
@@ -397,7 +403,9 @@ def stored_of(raw: RawTensor) -> StoredTensor:
     """Another library's tensor: its elements are runs of the records of its files."""
     pieces, start = [], 0
     for span in raw.spans:
-        record, offset, stop = span.record, span.record.offset + span.begin, start + span.nbytes // raw.dtype.itemsize
+        record = span.record
+        offset = span.record.offset + span.begin
+        stop = start + span.nbytes // raw.dtype.itemsize
         for chunk in Chunk.of_run(raw.shape, start, stop):
             crc = f"{record.crc:08x}"
             pieces.append((chunk, FileSpan(record.file, record.offset, record.nbytes, offset, crc, is_shared=True)))

@@ -320,7 +320,8 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor, checks: bool =
         is_direct = common == chunk and into.is_contiguous()
         # one piece at a time, on the CPU: at most this piece is in memory beside the target
         whole = into if is_direct else torch.empty(chunk.sizes, dtype=spec.dtype, device="cpu")
-        flat, done = whole.view(-1), 0
+        flat = whole.view(-1)
+        done = 0
         for raw in pieces(folder, StoredTensor.of(replace(spec, shape=chunk.sizes), span), checks):
             values = torch.frombuffer(raw, dtype=spec.dtype)
             # blocking, since the memory is reused for the next piece
@@ -409,7 +410,8 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 )
             paths[key] = path
             if isinstance(value, StoredTensor):
-                properties, boxes = TensorProperties(dtype=value.spec.dtype), list[ChunkStorageMetadata]()
+                properties = TensorProperties(dtype=value.spec.dtype)
+                boxes = list[ChunkStorageMetadata]()
                 for chunk, span in value.chunks:
                     boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
                     place(MetadataIndex(key, boxes[-1].offsets), span.file, span.begin, span.length)

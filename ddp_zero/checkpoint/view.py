@@ -181,7 +181,8 @@ class ShardedState(OptimizerState):
         for one in self._members:
             states = one.states.owned_state()
             for index, part in one.shares().items():
-                number, (step, place) = one.numbers[index], one.states.birth_of(index)
+                number = one.numbers[index]
+                step, place = one.states.birth_of(index)
                 birth = step, place if len(self._members) == 1 else number
                 found[number] = Holding(part, states.get(index), birth)
         return found
@@ -198,7 +199,8 @@ class ShardedState(OptimizerState):
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""
-        accelerator, stepped = self.table.accelerator(), self._members[0].shard.targets
+        accelerator = self.table.accelerator()
+        stepped = self._members[0].shard.targets
         return torch.device("cpu") if stepped.placement.is_offloaded(accelerator) else accelerator
 
     def scale(self) -> dict[str, float] | None:
@@ -274,7 +276,9 @@ class View:
             live = LiveModel(model)
             return cls(model, live, state, [] if state is None else state.table.names_in(live), None)
         part = parallel._holdings.part_of(model)
-        names, wholes, writers = state.table.names_in(part), state.table.wholes, state.writers()
+        names = state.table.names_in(part)
+        wholes = state.table.wholes
+        writers = state.writers()
         hosted = {names[index] for index in writers if index in wholes and wholes[index].is_here}
         statement = part.statement({names[index]: first for index, first in writers.items()}, hosted)
         return cls(model, part, state, names, statement)
@@ -319,7 +323,8 @@ def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
 
 def process_groups(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> list[ProcessGroup]:
     """The groups whose ranks save and load together; with a `ParallelOptimizer`, all ranks of the model."""
-    inner, group = unwrap(optimizer), group_of(model)
+    inner = unwrap(optimizer)
+    group = group_of(model)
     if isinstance(inner, ParallelOptimizer):
         return inner.process_groups
     is_sharded = isinstance(inner, ZeroRedundancyOptimizer)

@@ -508,7 +508,8 @@ class Engine(nn.Module):
             "engine": {**counters, "micro_steps": self.micro_steps - self._round},
             "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
         }
-        folder, left_out = Path(save_dir) / name, exclude_frozen_parameters
+        folder = Path(save_dir) / name
+        left_out = exclude_frozen_parameters
         checkpoints.save(folder, self.ddp, self.optimizer, extra=extra, keep=1, exclude_frozen=left_out).wait()
         if save_latest:
             with Agreement(self.comm, "naming the latest checkpoint"):
@@ -570,8 +571,10 @@ class Engine(nn.Module):
                 if load_lr_scheduler_states and self.lr_scheduler is not None and extra["scheduler"] is not None:
                     self.lr_scheduler.load_state_dict(extra["scheduler"])
                 counters = extra["engine"]
-                self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
-                self.global_samples, self.micro_steps = counters["global_samples"], counters["micro_steps"]
+                self.global_steps = counters["global_steps"]
+                self.skipped_steps = counters["skipped_steps"]
+                self.global_samples = counters["global_samples"]
+                self.micro_steps = counters["micro_steps"]
         self._round, self._has_scaled = 0, False  # what was accumulated has been dropped
         return None if folder is None else str(folder), client_state
 
@@ -635,7 +638,9 @@ class Engine(nn.Module):
 
     def _latest_tag(self, folder: Path) -> str | None:
         """The tag in the file ``latest``, as rank 0 reads it. A collective, which raises on every rank alike."""
-        file, tag, wrong = folder / _LATEST, "", ""
+        file = folder / _LATEST
+        tag = ""
+        wrong = ""
         if self.comm.group_rank == 0:
             try:
                 if file.is_file():

@@ -373,7 +373,8 @@ def sharding_options(config: Config) -> dict[str, Any]:
 
 def _reduction(config: Config) -> dict[str, Any]:
     """Options of the reduction and accumulation of gradients."""
-    rest, own = config.rest, _dtype_named(config.dtype)
+    rest = config.rest
+    own = _dtype_named(config.dtype)
     comm = own if rest.communication_data_type is None else _dtype_named(rest.communication_data_type)
     if config.zero.stage == 2:
         factor = None if rest.prescale_gradients else rest.gradient_predivide_factor

@@ -119,7 +119,8 @@ class Lamb(_ByParameter):
         square.mul_(second).addcmul_(grad, grad, value=1 - second)
         root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
         update = mean.div(root).add_(param, alpha=group["weight_decay"])
-        size, change = param.norm(), update.norm()
+        size = param.norm()
+        change = update.norm()
         ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
         ratio = torch.where((size == 0) | (change == 0), torch.ones_like(ratio), ratio)
         rate = group["lr"]
@@ -177,7 +178,7 @@ class MuonWithAdam(_ByParameter):
         momentum = state["momentum_buffer"].lerp_(grad, 1 - beta)
         ahead = grad.lerp(momentum, beta)
         matrix = ahead.reshape(len(ahead), -1) if ahead.ndim == 4 else ahead
-        rows, columns = grad.shape[-2:]
+        rows, columns = grad.shape[-2:]  # not of the matrix, as in DeepSpeed: of a convolution, its kernel's sides
         scale = math.sqrt(rows / columns) if rows > columns else 1.0
         update = (orthogonalize(matrix, group["ns_method"]) * scale).to(grad.dtype)
         param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -225,11 +226,13 @@ def _on_the_matrix(matrix: Tensor) -> Tensor:
 def _on_the_gram_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The last rounds' factor on the matrix, computed from X X^T alone, and the matrix before them."""
     linear, cubic, quintic = _POLYNOMIAL
-    gram, factor = matrix @ matrix.mT, None
+    gram = matrix @ matrix.mT
+    factor = None
     for number in range(_ROUNDS):
         if number == _RESTART and factor is not None:
             matrix = factor @ matrix
-            gram, factor = matrix @ matrix.mT, None
+            gram = matrix @ matrix.mT
+            factor = None
         change = cubic * gram + quintic * gram @ gram
         if factor is None:
             factor = change + linear * torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)

@@ -363,7 +363,9 @@ def _check_shape(param: Tensor, value: Tensor, what: str = "the whole value, on 
 def _gather(place: _Place, held: Any) -> Tensor | None:
     """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
     shard, index = place.shard, place.index
-    param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
+    param = shard.table.params[index]
+    comm = shard.comm
+    pieces = shard.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
     kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)

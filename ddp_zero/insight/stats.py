@@ -62,11 +62,13 @@ class Stats:
         """The numbers; see `ZeroRedundancyOptimizer.stats`."""
         engine, recorder = self._engine, self._recorder
         self._device.add(recorder.take_intervals())
-        totals, last = dict(recorder.totals), difference(recorder.totals_at_end, recorder.totals_at_begin)
+        totals = dict(recorder.totals)
+        last = difference(recorder.totals_at_end, recorder.totals_at_begin)
         on_host = recorder.clock is None
         in_all = seconds(totals) if on_host else self._device.total()
         shard, record = engine.shard, engine.runner.last_step
-        now, began = recorder.ended_at, recorder.began_at or self._began
+        now = recorder.ended_at
+        began = recorder.began_at or self._began
         numbers: dict[str, float] = {
             "step": 0 if record is None else record.number,
             "skipped_steps": recorder.skipped,
@@ -140,7 +142,8 @@ def last_collectives() -> list[list[Any]] | None:
 def _row(entry: dict[str, Any]) -> list[Any]:
     operation = entry["profiling_name"].rpartition(":")[2]
     goes_on = not entry["retired"] and entry["state"] != "completed"
-    sizes, begun = json.dumps(entry["input_sizes"]), round(entry["time_created_ns"] * 1e-9, 6)
+    sizes = json.dumps(entry["input_sizes"])
+    begun = round(entry["time_created_ns"] * 1e-9, 6)
     return [str(entry["process_group"][0]), entry["collective_seq_id"], operation, sizes, begun, goes_on]
 
 
@@ -205,7 +208,8 @@ class ReadLater:
             self._copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
             self._event = torch.accelerator.current_stream(number.device).record_event()
         if self._event is not None and self._event.query() and self._copy is not None:
-            self._known, self._event = float(self._copy), None
+            self._known = float(self._copy)
+            self._event = None
         return self._known
 
 

@@ -152,7 +152,8 @@ class ManagedOptimizer(OptimizerWrapper):
 
     def _average(self) -> None:
         optim, shard = self.optim, self._shard
-        owned, params = shard.binding.owned(), shard.table.params
+        owned = shard.binding.owned()
+        params = shard.table.params
         grads = optim.owned_gradients()
         if not owned:
             return

@@ -203,7 +203,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def _attach(self) -> None:
         """Register the hook on the DDP model, once for each model."""
         decision = engine_of(self.zero_optimizer).decision
-        self._clips_inside, decision.clips_as_torch = decision.options.max_grad_norm is not None, True
+        self._clips_inside = decision.options.max_grad_norm is not None
+        decision.clips_as_torch = True
         if self._attached is not self.model_wrapped:
             self.zero_optimizer.attach(self.model_wrapped)
             self._attached = self.model_wrapped
@@ -266,7 +267,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def _load_of_deepspeed(self, folder: Path) -> None:
         """Load weights, masters, state and schedule of a folder that the Trainer has written with DeepSpeed."""
         loaded = checkpoint.load(folder, self.model_wrapped, self.zero_optimizer)
-        state, name = loaded.extra.get("lr_scheduler"), "scheduler.pt"
+        state = loaded.extra.get("lr_scheduler")
+        name = "scheduler.pt"
         if state is None and (folder / name).is_file():
             state = read_plain(folder, name, hashlib.sha256(), {})
         own = self.lr_scheduler.state_dict()
@@ -344,7 +346,8 @@ class _TrainerConfig:
 
         Raises ConfigError for a configuration that cannot be used, or contradicts the arguments.
         """
-        auto, ranks = Auto(self._source), get_world_size()
+        auto = Auto(self._source)
+        ranks = get_world_size()
         document = auto.document
         if "gradient_clipping" not in document and self._config is None and get_rank() == 0:
             default = TABLE["gradient_clipping"].default

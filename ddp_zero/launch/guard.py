@@ -148,7 +148,8 @@ def run(command: Sequence[str], environment: dict[str, str], lost_after: float, 
 
 def watch(child: "subprocess.Popen[bytes]", lost_after: float, signals: list[int]) -> str:
     """Wait until the command has ended, or must be stopped. Returns the reason, or "" if it has ended."""
-    stdin, heard = 0, time.monotonic()
+    stdin = 0
+    heard = time.monotonic()
     poll = select.poll()
     poll.register(stdin, select.POLLIN | select.POLLHUP)
     while child.poll() is None:

@@ -73,7 +73,8 @@ def main(parsed: Namespace) -> int:
         hosts = hosts_of(options, os.environ)
         launcher = launcher_of(options, hosts, os.environ)
         variables = variables_of(options, launcher, os.environ)
-        folder, own = Path.cwd(), Path(guard.__file__).resolve()
+        folder = Path.cwd()
+        own = Path(guard.__file__).resolve()
         answers: dict[str, Answer] = {}
         if launcher == "ssh" and not options.dry_run:
             names = [host.name for host in hosts]
@@ -151,7 +152,8 @@ def meeting_of(
     environment: Mapping[str, str],
 ) -> Meeting:
     """The rendezvous of torchrun's agents: the first host."""
-    first, job = hosts[0].name, f"ddp_zero-{secrets.token_hex(4)}"
+    first = hosts[0].name
+    job = f"ddp_zero-{secrets.token_hex(4)}"
     if len(hosts) == 1:
         return Meeting(None, options.master_port, job)
     own = {name: answer.addresses[0] for name, answer in answers.items() if answer.addresses}
@@ -339,7 +341,8 @@ class _Job:
 
     def run(self, grace: float) -> int:
         """Forward output until all have ended, or one fails; then end the rest. Returns the exit code of `run`."""
-        code, left = 0, list(self._running)
+        code = 0
+        left = list(self._running)
         while left and not code:
             code = self._pass_on(_POLL_SECONDS) or (128 + self._signals[0] if self._signals else 0)
             if self._signals:
@@ -378,7 +381,8 @@ class _Job:
                 for one in left:
                     self._say(f"{one.command.host} has not ended; sending {number.name}")
                     one.signal(number)
-            deadline, asked = time.monotonic() + seconds, len(self._signals)
+            deadline = time.monotonic() + seconds
+            asked = len(self._signals)
             while any(one.is_alive() for one in left) and time.monotonic() < deadline:
                 self._pass_on(_POLL_SECONDS)
                 if len(self._signals) > asked:  # told again: do not wait any longer

@@ -61,13 +61,13 @@ def parse_group(groups: Sequence[ParamGroup], param_group: ParamGroup, model: nn
 
     TypeError or ValueError as in any optimizer of torch.
     """
-    beside = Optimizer([dict(group) for group in groups], {})
+    parser = Optimizer([dict(group) for group in groups], {})
     if isinstance(param_group, dict):
         param_group = dict(param_group)
-        if "param_names" in beside.param_groups[0]:
-            AddedGroup.name(param_group, beside.param_groups, [] if model is None else [model])
-    beside.add_param_group(param_group)
-    return beside.param_groups[-1]
+        if "param_names" in parser.param_groups[0]:
+            AddedGroup.add_param_names(param_group, parser.param_groups, [] if model is None else [model])
+    parser.add_param_group(param_group)
+    return parser.param_groups[-1]
 
 
 # The member

@@ -190,7 +190,8 @@ class _WithZeros(Function):
 
 
 def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
-    seen, waiting = set[Any](), [one.grad_fn for one in outputs if one.grad_fn is not None]
+    seen = set[Any]()
+    waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):

@@ -265,17 +265,15 @@ def refuse(members: Sequence[Member], model: nn.Module | None, is_piped: bool, a
             "over the model: nothing else tells that an iteration begins before stages wait for each other. Build the "
             "PipelineStage before Join. [ZERO-812]"
         )
-    run = {id(stage.submod) for stage in stages_over(model)}
+    of_stages = {id(stage.submod) for stage in stages_over(model)}
     for ddp in wrapped:
-        why = (
-            "a static graph"
-            if has_static_graph(ddp)
-            else "buffers that the first rank sends in forward passes (broadcast_buffers=True)"
-            if sends_buffers(ddp)
-            else "no PipelineStage of its own"
-            if id(ddp) not in run
-            else None
-        )
+        why = None
+        if has_static_graph(ddp):
+            why = "a static graph"
+        elif sends_buffers(ddp):
+            why = "buffers that the first rank sends in forward passes (broadcast_buffers=True)"
+        elif id(ddp) not in of_stages:
+            why = "no PipelineStage of its own"
         if why is not None:
             raise NotImplementedError(
                 f"Join over pipeline stages does not support a DDP model with {why}: a rank that has joined runs none "

@@ -329,7 +329,8 @@ class JointDecision:
             mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
             # once joined, members do not matter: pipeline stages may have different ones
             every = self._errors.gather(level.comm, mine, digest_of([keys, norm_type, members]))
-            flag, is_wide = float(every[:, 0].sum()), bool(every[:, 1].any())
+            flag = float(every[:, 0].sum())
+            is_wide = bool(every[:, 1].any())
             norms = every[:, 2:].reshape(len(every), *rows.shape)
             counted = None if level.counted is None else [level.counted[member] for member in members]
             rows = join_norms(norms, counted, norm_type)[None]

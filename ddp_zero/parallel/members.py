@@ -265,14 +265,16 @@ class SharedGroups:
         A collective if there are any, or were before. NotImplementedError if the groups are added to the member
         ``beside`` and parts are the first ones of different sizes in that.
         """
-        wholes, mesh = self.find_wholes(optimizer_class), axes.mesh
+        wholes = self.find_wholes(optimizer_class)
+        mesh = axes.mesh
         shared = self if beside is None else beside.shared.joined(self)
         known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
         states_owners = any(cut.owner is not None for cut in before.values())
         comms, sizes, are_even = dict[str, Communicator](), dict[str, list[tuple[int, ...]]](), True
         for dim in sorted({*wholes, *known}):
             assert mesh is not None, "it has the dimension"
-            found, over = wholes.get(dim, []), mesh.get_group(dim)
+            found = wholes.get(dim, [])
+            over = mesh.get_group(dim)
             if dim in known:
                 comms[dim] = known[dim]
             else:
@@ -295,7 +297,8 @@ class SharedGroups:
         imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
         of_class: dict[type[Optimizer], dict[int, Cut]] = {}
         for dim, found in sorted(wholes.items()):
-            comm, data_ranks = comms[dim], (self.shard_group or shared.ranks(axes.everyone)).size()
+            comm = comms[dim]
+            data_ranks = (self.shard_group or shared.ranks(axes.everyone)).size()
             shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
             stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
             nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
@@ -386,7 +389,8 @@ class Member:
                 f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
                 "that does not, or one that steps each element by itself. [ZERO-816]"
             )
-        table, everyone = shard_of(self.zero).table, shard_of(self.zero).ranks.everyone
+        table = shard_of(self.zero).table
+        everyone = shard_of(self.zero).ranks.everyone
         self.check_whole(table, shared.held)
         self.is_scheduled = shared.ddp is not None and axes.stages > 1
         self.averages: Averages | None = None
@@ -450,7 +454,8 @@ class Member:
 
     def _tell_table(self, model: nn.Module) -> None:
         """Tell the optimizer its places among all groups, names of parameters in the model, and the wholes of parts."""
-        shard, names = shard_of(self.zero), {id(param): name for name, param in model.named_parameters()}
+        shard = shard_of(self.zero)
+        names = {id(param): name for name, param in model.named_parameters()}
         shard.local_step.options.positions, table = self.shared.positions, shard.table
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
         table.wholes.update(
@@ -478,7 +483,8 @@ class Member:
 
     def cuts_by_index(self) -> dict[int, Cut]:
         """The parameters whose parts meet, by index."""
-        numbers, cuts = [getattr(one.param, PART_KEY, None) for one in self.shared.held], self.cuts
+        numbers = [getattr(one.param, PART_KEY, None) for one in self.shared.held]
+        cuts = self.cuts
         return {index: cuts[number] for index, number in enumerate(numbers) if number in cuts}
 
     def routes(self, state_dict: Mapping[str, Any]) -> StateRoutes:
@@ -611,7 +617,8 @@ def share_groups(
     found: dict[Any, SharedGroups] = {}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, (given, ddp) in enumerate(zip(groups, chosen, strict=True), first):
-        group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
+        group = given.get("process_group")
+        declared = read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
         own = given.get(_SHARD_GROUP, None if group is not None else shard_group)

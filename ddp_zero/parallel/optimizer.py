@@ -237,7 +237,8 @@ class ParallelOptimizer(Optimizer, Joinable):
         with agreements(self._comms, doing, {}) as statements:
             for member in self._members:
                 member.check_can_add()
-            model, first = self._model(), len(self._own_groups)
+            model = self._model()
+            first = len(self._own_groups)
             group = parse_group(self._own_groups, param_group, model)
             recipe.check_added(group)
             if model is None:
@@ -705,7 +706,8 @@ class ParallelOptimizer(Optimizer, Joinable):
         ties = [tie for text in all_gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
         peers = PeersUnderJoin(self._comms, unite(ties), counts)
         join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
-        self._join, self._leaves_out_joined = weakref.ref(join), counts
+        self._join = weakref.ref(join)
+        self._leaves_out_joined = counts
         return join
 
     def _current_join(self) -> ParallelJoin | None:

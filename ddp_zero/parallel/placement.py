@@ -237,9 +237,11 @@ class Holdings:
                 )
 
     def _extent(self, one: Held) -> tuple[tuple[int, ...], Chunk]:
-        shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
+        shape = tuple(one.param.shape)
+        offsets = (0,) * one.param.dim()
         if one.source is not None:
-            shape, offsets = tuple(one.source.shape), tuple(chunk_of(one.source, one.label).offsets)
+            shape = tuple(one.source.shape)
+            offsets = tuple(chunk_of(one.source, one.label).offsets)
         self._declared_dims(one)
         cuts = self._parts.get(one.param, ())
         shape, offsets = whole_of(shape, offsets, cuts)
@@ -380,9 +382,11 @@ def pack(
     members: Sequence[ZeroRedundancyOptimizer], holdings: Holdings, model: nn.Module, init_missing: bool
 ) -> dict[str, Any]:
     """See `ParallelOptimizer.sharded_state_dict`."""
-    part, found = holdings.part_of(model), dict[str, Any]()
+    part = holdings.part_of(model)
+    found = dict[str, Any]()
     for member in members:
-        packed, table = states_of(member).sharded_state_dict(part, init_missing), shard_of(member).table
+        packed = states_of(member).sharded_state_dict(part, init_missing)
+        table = shard_of(member).table
         index_of = {name: index for index, name in enumerate(table.names_in(part))}
         for name, state in packed.pop(_STATE).items():
             if name not in index_of:

@@ -105,7 +105,10 @@ class StateRoutes:
     def __init__(
         self, states: Mapping[Any, Any], table: ParameterTable, cuts: Mapping[int, Cut], owned: Collection[int]
     ) -> None:
-        self._states, self._table, self._cuts, self._owned = states, table, cuts, set(owned)
+        self._states = states
+        self._table = table
+        self._cuts = cuts
+        self._owned = set(owned)
         self._givers: dict[int, list[GroupRank]] = {}
         over: dict[int, list[int]] = {}  # by dimension of the mesh
         for index, cut in sorted(cuts.items()):

@@ -96,7 +96,8 @@ class Layout:
         expected = self._entry(first, name)
         chunks: dict[Chunk, int] = {}
         for rank in holders:
-            entry, between = self._entry(rank, name), f"{self._name_of(first)} and {self._name_of(rank)}"
+            entry = self._entry(rank, name)
+            between = f"{self._name_of(first)} and {self._name_of(rank)}"
             if entry.home != expected.home:
                 raise ValueError(
                     f"Two parameters have the name {name!r} on {between}, with different values: one belongs to "
@@ -109,7 +110,7 @@ class Layout:
                     f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=. "
                     "[ZERO-805]"
                 )
-            if entry.chunk is None:
+            if entry.chunk is None:  # not a tensor
                 continue
             same = chunks.setdefault(entry.chunk, rank)
             if entry.sample != self._entry(same, name).sample:

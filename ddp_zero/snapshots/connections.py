@@ -143,7 +143,8 @@ async def admit(connection: socket.socket, secret: bytes) -> None:
     greeting = await _receive(connection, len(_GREETING) + _NONCE_BYTES)
     if not greeting.startswith(_GREETING):
         raise WrongPeer(f"Expected a greeting of this protocol, got {greeting[:16]!r}.")
-    nonce, own = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
+    nonce = greeting[len(_GREETING) :]
+    own = secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(connection, own + _proof(secret, b"answers", nonce, own))
     expected = _proof(secret, b"calls", nonce, own)
     _check_proof(await _receive(connection, len(expected)), expected)

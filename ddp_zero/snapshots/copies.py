@@ -65,7 +65,8 @@ class Keeper:
         # in a thread of the connection, at any moment of a step of training
         lower_priority()
         request = receive_frame(connection, MOST_REQUEST_BYTES)
-        snapshot, rank = str(request.get("snapshot")), int(request.get("rank", -1))
+        snapshot = str(request.get("snapshot"))
+        rank = int(request.get("rank", -1))
         if request.get("wants") == "copy":
             send_frame(connection, self._keep(connection, snapshot, rank, int(request.get("nbytes", 0))))
         else:

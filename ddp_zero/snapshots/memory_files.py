@@ -232,7 +232,8 @@ class Staged:
 
     def complete(self, snapshot: str, step: int, rank: int, world_size: int) -> tuple[Seal, str]:
         """Compute checksums, write the part's JSON and its seal, and return the seal and the JSON. Raises OSError."""
-        name, spans = tensor_file_name(rank), []
+        name = tensor_file_name(rank)
+        spans = []
         for place in self._places:
             # CRC-32, at a third of the time of SHA-256: it has to find damage, not forgery, since whoever can write to
             # this user's private folder can write checksums as well. One call per tensor, which releases Python's lock

@@ -395,7 +395,8 @@ class Snapshots:
         if not isinstance(loaded.extra, dict) or loaded.extra.get("format") != _FORMAT:
             notes.append("extra and generators are not restored: Snapshots.save() has not written this checkpoint")
             return replace(loaded, notes=tuple(notes))
-        shared, mine = loaded.extra["objects"], loaded.rank_extra
+        shared = loaded.extra["objects"]
+        mine = loaded.rank_extra
         _check_names("extra", shared, self._extra)
         for name, one in self._extra.items():
             one.load_state_dict(shared[name])
@@ -438,7 +439,8 @@ class Snapshots:
             )
         if any(changes):
             # a second collective, which all ranks enter: they have seen the same rows
-            session.layout, session.digest = view.layout(peers), digest
+            session.layout = view.layout(peers)
+            session.digest = digest
         lowest = Progress(min(outcomes))
         if lowest is Progress.LATE:
             self._note(late_snapshots=self._numbers["late_snapshots"] + 1)
@@ -449,7 +451,8 @@ class Snapshots:
                 )
             return
         self._settle(session, lowest)
-        slot, name = session.turns.next(lowest), f"{session.run}-{self.steps}"
+        slot = session.turns.next(lowest)
+        name = f"{session.run}-{self.steps}"
         session.last_step = self.steps
         # peers may send as soon as they have passed the gather
         session.keeper.expect(Current(name, slot, session.senders))

@@ -222,7 +222,8 @@ def _check(model: object, ranks: object, stage: object) -> None:
 
 def _modes(stage: int | None, partitions: Sequence[str], offload: Offload | None) -> list[Mode]:
     """The modes of a stage, or of all; without offload, then with it if requested."""
-    found, to = [], None if offload is None else offload.to
+    found = []
+    to = None if offload is None else offload.to
     for mode in _MODES:
         if stage is not None and mode.stage != stage:
             continue

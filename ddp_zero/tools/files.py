@@ -81,7 +81,8 @@ def check_types(one: Any) -> None:
 
 def is_of(value: Any, hint: Any) -> bool:
     """True if a value has the type that an annotation states, and so do the values in it."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, UnionType):
         return any(is_of(value, one) for one in inner)
     if origin is dict:

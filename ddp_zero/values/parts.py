@@ -37,7 +37,8 @@ def boxes_of(run: Tensor, held: Tensor, part: Part) -> Iterator[tuple[Chunk, Ten
         yield Chunk.whole(held.shape), run
         return
     dims = sorted(range(held.dim()), key=held.stride, reverse=True)
-    back, begin = [dims.index(dim) for dim in range(held.dim())], 0
+    back = [dims.index(dim) for dim in range(held.dim())]
+    begin = 0
     for chunk in Chunk.of_run([held.shape[dim] for dim in dims], part.start, part.stop):
         offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
         yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)

@@ -226,7 +226,8 @@ class _Partitioned:
         found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
         for number, rank in enumerate(self._ranks):
-            start, end = end, end + rank["single_partition_of_fp32_groups"][place].shape[0]
+            start = end
+            end = end + rank["single_partition_of_fp32_groups"][place].shape[0]
             here: dict[str, tuple[int, int]] = {}
             for name, last, shape in zip(shapes, ends, shapes.values(), strict=True):
                 begin, stop = max(start, last - math.prod(shape)), min(end, last)
@@ -302,7 +303,8 @@ class _Universal:
         for file in _names(self._reader.folder / "zero" / name):
             if not file.endswith(".pt"):
                 continue
-            key, value = file.removesuffix(".pt"), self._reader.load(f"zero/{name}/{file}")
+            key = file.removesuffix(".pt")
+            value = self._reader.load(f"zero/{name}/{file}")
             if isinstance(value, dict):
                 param = value["param"]
                 if math.prod(param.shape) != math.prod(shape):
@@ -335,7 +337,8 @@ def _loss_scale(scaler: Any) -> dict[str, float] | None:
     if not isinstance(scaler, Inert) or scaler.name != "DynamicLossScaler":
         return None
     has = scaler.attributes
-    window, since = max(1, int(has["scale_window"])), int(has["cur_iter"]) - int(has["last_overflow_iter"]) - 1
+    window = max(1, int(has["scale_window"]))
+    since = int(has["cur_iter"]) - int(has["last_overflow_iter"]) - 1
     good_steps = (since - 1) % window if since > 0 else 0
     return {"value": float(has["cur_scale"]), "good_steps": good_steps, "patience": int(has["cur_hysteresis"])}
 

@@ -112,7 +112,8 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
         kind, of, key, _, elements = identifier
         if kind != "storage" or not isinstance(of, Name) or type(elements) is not int or key not in archive.storages:
             raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}. [ZERO-621]")
-        record, dtype = archive.storages[key], _STORAGES.get(of.name)
+        record = archive.storages[key]
+        dtype = _STORAGES.get(of.name)
         if not 0 <= elements < _LARGEST or elements * (dtype.itemsize if dtype else 1) != record.nbytes:
             raise ValueError(
                 f"Expected {elements} elements in storage {key!r:.50}, got {record.nbytes} bytes. [ZERO-621]"

@@ -51,7 +51,8 @@ class BucketGradients(GradientSource):
     def is_unused(self, index: int) -> bool:
         """True if no rank has a gradient of a parameter, and earlier passes have left none."""
         if self.doubtful and self.usage is not None:
-            self.doubtful, self.usage = self.doubtful & self.usage.unused(), None
+            self.doubtful = self.doubtful & self.usage.unused()
+            self.usage = None
         return index in self.doubtful
 
     def keep(self) -> None:

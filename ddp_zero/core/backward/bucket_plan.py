@@ -45,7 +45,8 @@ class BucketPlan:
         indices = [index for index in reduced if index not in planned]
         if indices:
             specs = shard.plan.specs
-            sizes, kinds = [specs[index].nbytes for index in indices], [specs[index].kind for index in indices]
+            sizes = [specs[index].nbytes for index in indices]
+            kinds = [specs[index].kind for index in indices]
             found = ddp_layout(sizes, kinds, self.given_caps or (FIRST_CAP_BYTES, CAP_BYTES))
             added = [[indices[place] for place in bucket] for bucket in found]
             # state of an optimizer inside another could not move

@@ -235,7 +235,8 @@ class DdpBuckets:
         self._group = group = ddp.process_group
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
-        self.is_users, self.steps_by_bucket = wrapped is not None, True
+        self.is_users = wrapped is not None
+        self.steps_by_bucket = True
         self._known: dict[int, _Known] = {}  # DDP's buckets, by index
         self._missing: list[int] = []  # how many gradients each bucket of the plan still lacks; then 1, for none
         self._num_covered = 0  # from the first on
@@ -329,7 +330,8 @@ class DdpBuckets:
 
     def _look(self, bucket: Any, index: int) -> _Known:
         """One of DDP's buckets, which DDP may build anew."""
-        params, known = bucket.parameters(), self._known.get(index)
+        params = bucket.parameters()
+        known = self._known.get(index)
         self._sizes.append(len(params))
         if known is None or list(map(id, known.bucket.params)) != list(map(id, params)):
             known = self._known[index] = self._place(index, windows_in_bucket(params))
@@ -415,7 +417,8 @@ class PlacesInBuckets:
     """
 
     def __init__(self, ddp: DistributedDataParallel, table: ParameterTable) -> None:
-        self._are_views, self._table = gradients_are_views(ddp), table
+        self._are_views = gradients_are_views(ddp)
+        self._table = table
         self._params = [] if self._are_views else reduced_parameters(ddp)
         self.note_built()
 

@@ -25,52 +25,53 @@ class ExactSums:
     """Sums in their own dtype.
 
     Attributes:
-        shown_by: the sums, by the gradients that show them rounded.
+        of_gradient: the sums, by the gradients that show them rounded.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self.shown_by = WeakTensorKeyDictionary()
+        self.of_gradient = WeakTensorKeyDictionary()
 
     def keep(self, grad: Tensor, total: Tensor) -> None:
         """A gradient shows this sum from now on."""
-        self.shown_by[grad] = _ExactSum(total)
+        self.of_gradient[grad] = _ExactSum(total)
 
     def of(self, grad: Tensor) -> Tensor | None:
         """The sum that a gradient shows; None if there is none, or if the user has changed the gradient since.
 
         If the user has changed the sum instead (see `editable`), the gradient is made to show that.
         """
-        known: _ExactSum | None = self.shown_by.get(grad)
-        if known is None or known.versions is None:
-            return None if known is None else _still_exact(known.total, grad)
-        if not (rounds_to(known.total, grad) or self._takes_up_edit(known, grad)):
+        kept: _ExactSum | None = self.of_gradient.get(grad)
+        if kept is None or kept.versions is None:
+            return None if kept is None else _still_exact(kept.total, grad)
+        if not (rounds_to(kept.total, grad) or self._takes_up_edit(kept, grad)):
             return None
-        known.versions = known.total._version, grad._version
-        return known.total
+        kept.versions = kept.total._version, grad._version
+        return kept.total
 
     def editable(self, grad: Tensor) -> Tensor | None:
         """As `of`, for a user to change in place."""
         exact = self.of(grad)
         if exact is not None:
-            known: _ExactSum = self.shown_by[grad]
-            known.versions = exact._version, grad._version
+            # the versions of now tell later which of the two the user has changed
+            kept: _ExactSum = self.of_gradient[grad]
+            kept.versions = exact._version, grad._version
         return exact
 
     def take_up_edits(self) -> None:
         """Have gradients show the sums that users have changed."""
-        for grad, known in list(self.shown_by.items()):
-            if known.versions is not None:
+        for grad, kept in list(self.of_gradient.items()):
+            if kept.versions is not None:
                 self.of(grad)  # writes an edited sum into the gradient
 
     def forget_edits(self) -> None:
         """Users change no sum from now on."""
-        for known in self.shown_by.values():
-            known.versions = None
+        for kept in self.of_gradient.values():
+            kept.versions = None
 
-    def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
+    def _takes_up_edit(self, kept: _ExactSum, grad: Tensor) -> bool:
         """Show the sum, which differs, if the user has changed the sum."""
-        exact, versions = known.total, known.versions
+        exact, versions = kept.total, kept.versions
         assert versions is not None, "a user got the sum"
         sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
         if sum_changed and not grad_changed:

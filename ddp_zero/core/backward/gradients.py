@@ -28,6 +28,9 @@ from ddp_zero.core.step.rank_shard import Shard
 class Gradients(GradientSource):
     """The gradients of one optimizer over a DDP model, in either stage. Methods stand in the order of an iteration.
 
+    Args:
+        split: of `BucketPlan`.
+
     Attributes:
         plan: the buckets.
         source: reduces their gradients in a backward pass, and tells which are full.
@@ -143,6 +146,7 @@ class WholeGradients(Gradients):
     """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
 
     Args:
+        split: of `BucketPlan`.
         wrapped, side, shown: of `DdpBuckets`.
     """
 

@@ -392,7 +392,8 @@ class OverlapHook:
         if is_finalized_by_hand(self._ddp):
             preconditions.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
-        adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
+        adds_up = accumulates or self._has_accumulated
+        self._has_accumulated = accumulates
         if self._overlaps and self.machine.is_waiting and not (adds_up or self.machine.user_calls_step):
             warn(
                 f"The step waits for opt.step() ({self._why_wait()}), which was not called before the second backward "

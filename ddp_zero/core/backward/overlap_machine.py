@@ -239,7 +239,8 @@ class OverlapMachine:
         """
         if bucket != self._arrived or self.phase is not Phase.RUNNING:
             raise self.out_of_order(bucket, self._arrived)
-        self._arrived, self._due = bucket + 1, due
+        self._arrived = bucket + 1
+        self._due = due
         if is_last:
             overlapped = self._regime is Regime.OVERLAPPED
             self._go(_Event.LAST_BUCKET if overlapped else _Event.LAST_BUCKET_DEFERRED)

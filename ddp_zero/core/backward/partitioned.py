@@ -56,6 +56,7 @@ class PartitionedGradients(Gradients):
     """Stage 2: see the module docstring.
 
     Args:
+        split: of `BucketPlan`.
         side: the stream that sums and steps.
         joins: whether ranks may have run out of inputs.
     """
@@ -76,7 +77,9 @@ class PartitionedGradients(Gradients):
     ) -> None:
         super().__init__(shard, ddp, split)
         self.context = context = ReduceContext(shard, side, options)
-        self._visible, self._passes, self.carried = VisibleGradients(context), passes, context.carried
+        self._visible = VisibleGradients(context)
+        self._passes = passes
+        self.carried = context.carried
         self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
         self._buckets = PartitionedBuckets(context, ddp, self.plan, self._visible, joins)
         self.source = self._buckets.planned_reducer
@@ -167,7 +170,8 @@ class PartitionedGradients(Gradients):
 
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of the gradient shown in ``param.grad``; RuntimeError if a step has used them up."""
-        held, grad = self._shard.targets.own_gradient(index, revives=True), self._shard.table.params[index].grad
+        held = self._shard.targets.own_gradient(index, revives=True)
+        grad = self._shard.table.params[index].grad
         if held is None and isinstance(grad, AbsentGradient):
             grad.refuse()
         return held

@@ -74,7 +74,9 @@ class PartitionedBuckets:
     def follow_plan(self) -> None:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned_reducer
-        context, compile_all, without = self._context, weakly(self._compile), reducer.users.unused
+        context = self._context
+        compile_all = weakly(self._compile)
+        without = reducer.users.unused
         layouts = [
             ScratchLayout(members, buckets[place], shard, context.side)
             for place, members in enumerate(self._plan.members)
@@ -124,7 +126,8 @@ class PartitionedBuckets:
 
     def _start_asking(self, place: int) -> None:
         """Start a reduction where parameters may be unused on this rank, and used on others."""
-        bucket, unused = self.scratch_buckets[place], self.planned_reducer.users.unused
+        bucket = self.scratch_buckets[place]
+        unused = self.planned_reducer.users.unused
         is_asked = self._finds_unused and self.planned_reducer.steps_by_bucket
         bucket.usage = OwnedUsageCounts(self._context, bucket.layout, unused) if is_asked else None
         is_doubted = unused and self.planned_reducer.steps_by_bucket

@@ -41,7 +41,7 @@ class ForeignGradients:
         self.params = params
         self._places = windows_in_bucket(params)
 
-    def fill(self) -> list[Tensor]:
+    def begin_filling(self) -> list[Tensor]:
         """Allocate ``flat``, in each pass anew, since ``param.grad`` shows it. Returns its windows."""
         numel = sum(param.numel() for param in self.params)
         self.flat = torch.empty(numel, dtype=self.params[0].dtype, device=self.params[0].device)
@@ -59,7 +59,8 @@ class ForeignGradients:
         if self.average is None:
             return
         # views of memory that no pool has: they stay in ``param.grad`` as long as the user wants
-        averaged, self.average = self.average.wait(), None
+        averaged = self.average.wait()
+        self.average = None
         flat = averaged[0] if isinstance(averaged, list | tuple) else averaged
         for param, window in self._places.items():
             if used is None or param in used:
@@ -168,12 +169,15 @@ class PlannedBucket:
             listens: whether they come from autograd; else from a bucket of DDP's reducer.
             learns: whether they are only counted.
         """
-        self.awaited, self.has_scratch, self._windows = set(self._every), self.position[0] < 0, []
+        self.awaited = set(self._every)
+        self.has_scratch = self.position[0] < 0
+        self._windows = []
         if listens and not (learns or self.times or self._is_special):
             return
         self.awaited.difference_update(place for place, count in self.times.items() if not count)
         self._left = dict(self.times)
-        self.counts, self._listens = Counter() if learns else None, listens
+        self.counts = Counter() if learns else None
+        self._listens = listens
         self._is_special = bool(self._left) or learns or not listens
         # DDP's own reducer requires its views to stay there until it has ended the pass
         self._moves = listens and not self._keeps
@@ -224,7 +228,7 @@ class PlannedBucket:
             self._take_none(place, grad)
         else:
             if not self._windows:
-                self._windows = self.space.fill()
+                self._windows = self.space.begin_filling()
             self._windows[place].copy_(grad)
         self._taken.add(place)
         if self._moves:
@@ -240,7 +244,8 @@ class PlannedBucket:
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     return self.complete()
-            places, windows = sorted(self._every - self._taken), self._windows or self._fill()
+            places = sorted(self._every - self._taken)
+            windows = self._windows or self._fill()
             params = [*map(self.params.__getitem__, places)]
             grads = [*map(_grad_of, params)]
             try:
@@ -307,5 +312,5 @@ class PlannedBucket:
         self.space.flat.zero_()
 
     def _fill(self) -> list[Tensor]:
-        self._windows = self.space.fill()
+        self._windows = self.space.begin_filling()
         return self._windows

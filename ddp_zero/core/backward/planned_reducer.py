@@ -114,7 +114,8 @@ class PlannedReducer:
         self._has_learned = False
         self._is_paused = False
         self.left: list[Tensor] | None = None  # not in an interrupted pass
-        self.users, self.steps_by_bucket = UsedParameters(self.params), True
+        self.users = UsedParameters(self.params)
+        self.steps_by_bucket = True
         self._order: list[int] = []  # of the last pass, until it is known
         self._notes_order = True
         self._fills_by_autograd = False  # in the last pass
@@ -129,7 +130,8 @@ class PlannedReducer:
             handle.remove()
         for bucket in self.buckets:
             bucket.drop()
-        self._last, self._foreign = len(buckets) - 1, foreign
+        self._last = len(buckets) - 1
+        self._foreign = foreign
         planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(buckets)]
         self.buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in foreign)]
         self._num = len(self.buckets)
@@ -229,7 +231,8 @@ class PlannedReducer:
 
     def join(self, bucket: PlannedBucket) -> Future[Any]:
         """On a rank that has joined: take part in the reduction of a bucket, with zeros."""
-        index, ddp = bucket.index(), self.ddp()
+        index = bucket.index()
+        ddp = self.ddp()
         assert ddp is not None, "it calls this"
         if index == 0:
             self._before_pass()
@@ -311,7 +314,8 @@ class PlannedReducer:
                 return
             buckets, last, num = self.buckets, self._last, self._num
             while (place := self._launched) < num and buckets[place].awaited == _NONE:
-                self._launched, bucket = place + 1, buckets[place]
+                self._launched = place + 1
+                bucket = buckets[place]
                 bucket.complete()
                 if place >= last:
                     self._launch_end(place, bucket)
@@ -448,7 +452,8 @@ class PlannedReducer:
                 bucket.drop()
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()
-        self.is_learning, self._fills_by_autograd = learns, listens and not learns
+        self.is_learning = learns
+        self._fills_by_autograd = listens and not learns
         self._launched, self._absent, self._is_paused = 0, None, False
         self.users.begin()
         self._order.clear()

@@ -54,7 +54,8 @@ def compile_pass(
     """
     buckets, found, waited = gradients.buckets, list[Program](), set[int]()
     for place, due in enumerate(turns(regime, machine.lag, len(buckets))):
-        bucket, is_last = buckets[place], place == len(buckets) - 1
+        bucket = buckets[place]
+        is_last = place == len(buckets) - 1
         acts = gradients.start_acts(place)
         if acts and place:
             earlier = buckets[place - 1]

@@ -200,7 +200,8 @@ class OwnedUsageCounts(UsageCounts):
             parts = whole.split(width)
             sizes = [width] * len(parts)
             recv_buffer = whole.new_empty(recv_numel(context.comm, sizes, whole.dtype, layout.device))
-            self._owned, self._counts = layout.owned, parts[context.comm.group_rank]
+            self._owned = layout.owned
+            self._counts = parts[context.comm.group_rank]
             subject = (shard.binding.digest, layout.index, _USERS)
             start = prepare_reduction(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
             self._reduction = start(self._counts)
@@ -273,10 +274,13 @@ class ScratchBucket(BucketGradients):
         self.windows = [layout.windows[param].view(flat) for param in layout.params]
         comm, ranks = context.comm, context.shard.ranks
         parts = self._parts_of(flat)
-        own, factor = parts[comm.group_rank], context.factor
+        own = parts[comm.group_rank]
+        factor = context.factor
         self._own = own
-        limit, subject = layout.ranges[-1][1], (context.shard.binding.digest, layout.index)
-        wire, received = flat, flat.new_empty(0).view(torch.uint8)
+        limit = layout.ranges[-1][1]
+        subject = (context.shard.binding.digest, layout.index)
+        wire = flat
+        received = flat.new_empty(0).view(torch.uint8)
         if memory.receives is not None:
             received = memory.receives.memory[memory.received_at :]
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.can_average(parts)
@@ -324,7 +328,7 @@ class ScratchBucket(BucketGradients):
 
     # A pass
 
-    def fill(self) -> list[Tensor]:
+    def begin_filling(self) -> list[Tensor]:
         """Take the scratch, which the bucket before the last one has left. Returns `windows`."""
         if not self._context.scratches:  # here, on the stream that writes there
             self._compile_all()

@@ -102,7 +102,8 @@ class Buffer:
     """
 
     def __init__(self, side: SideStream, nbytes: int, device: torch.device) -> None:
-        self.is_lent, self.has_streams = False, device.type not in _WITHOUT_STREAMS
+        self.is_lent = False
+        self.has_streams = device.type not in _WITHOUT_STREAMS
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         side.record_use(self.memory)  # now, so that it may be dropped at any time
         if self.has_streams:

@@ -102,7 +102,8 @@ class VisibleGradients:
     def show_all(self, indices: Sequence[int], grads: Sequence[Tensor], exact: Sequence[Any]) -> None:
         """`show` several."""
         params: list[Any] = [*map(self._shard.table.params.__getitem__, indices)]
-        parts, before = [*map(self._parts.get, indices)], [*map(self._shown.get, indices, repeat(0))]
+        parts = [*map(self._parts.get, indices)]
+        before = [*map(self._shown.get, indices, repeat(0))]
         shown: Iterable[Tensor] = grads
         if any(parts):
             rows = zip(params, grads, parts, map(self._why_elsewhere, indices), strict=True)
@@ -117,7 +118,8 @@ class VisibleGradients:
 
     def hide(self, indices: Sequence[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters, which says where the gradient is."""
-        params, known = self._shard.table.params, self._absent[was_consumed]
+        params = self._shard.table.params
+        known = self._absent[was_consumed]
         placeholders: list[Any] = [*map(known.get, indices)]
         if {AbsentGradient}.issuperset(map(type, placeholders)) and not any(map(_ZEROED, placeholders)):
             # those of the last time, as most often: without a loop in Python, as all that is done per parameter
@@ -193,7 +195,9 @@ class VisibleGradients:
 
     def follow_owners(self, parts: Mapping[int, Part]) -> None:
         """Forget placeholders that name owners; show and carry these parts of parameters from now on."""
-        self._absent, self._reasons, self._parts = {False: {}, True: {}}, {}, parts
+        self._absent = {False: {}, True: {}}
+        self._reasons = {}
+        self._parts = parts
 
     def take_up(self, will_be_reduced: bool) -> None:
         """At the first gradient of a backward pass: take averages out of ``param.grad``, to be added to the next sums.
@@ -204,12 +208,13 @@ class VisibleGradients:
             will_be_reduced: whether this backward pass is meant to be reduced.
         """
         carried = self._context.carried
-        if self.sums.shown_by:
+        if self.sums.of_gradient:
             self.sums.take_up_edits()
         params = self._shard.table.params
         grads = [*map(_GRAD, params)]
         for index, grad in compress(enumerate(grads), map(is_not, grads, repeat(None))):
-            param, shown = params[index], self._shown.get(index, 0)
+            param = params[index]
+            shown = self._shown.get(index, 0)
             if isinstance(grad, AbsentGradient) and grad.zeroed:
                 self.zeros[index] = grad
                 param.grad = None
@@ -242,13 +247,15 @@ class VisibleGradients:
         self.zeros.clear()
         hidden = [index for index, taken in self._taken.items() if taken == _HIDDEN]
         for index in sorted({*hidden, *carried}):
-            param, is_hidden = self._shard.table.params[index], self._taken.get(index) == _HIDDEN
+            param = self._shard.table.params[index]
+            is_hidden = self._taken.get(index) == _HIDDEN
             grad = param.grad
             if grad is not None:
                 self._shown[index] = self._shown.get(index, 0) | _MIXED
                 self.local_marks[index] = bit_sum_of(grad)
             if index in self._put_aside and grad is None:  # nothing was added: the old gradient is back
-                left, total = self._put_aside.pop(index), carried[index]
+                left = self._put_aside.pop(index)
+                total = carried[index]
                 self.show(index, left, total if total.dtype != left.dtype else None)
                 self._kept.add(index)
             elif is_hidden:  # another rank owns it
@@ -306,7 +313,7 @@ class VisibleGradients:
         self.lost.clear()
         self._kept.clear()
         self.local_marks.clear()
-        if self.sums.shown_by:
+        if self.sums.of_gradient:
             self.sums.forget_edits()
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
@@ -337,7 +344,8 @@ class VisibleGradients:
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
-        known, table = self._absent[was_consumed], self._shard.table
+        known = self._absent[was_consumed]
+        table = self._shard.table
         if type(known.get(index)) is not AbsentGradient:  # none yet, or it has become zeros
             reason = self._why_elsewhere(index)
             if was_consumed:
@@ -370,8 +378,11 @@ def is_unknown(grad: Tensor | None) -> bool:
 
 def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
-    param, comm, pieces = shard.table.params[index], shard.comm, shard.binding.pieces[index]
-    grad, held = param.grad, shard.targets.own_gradient(index, revives=True)
+    param = shard.table.params[index]
+    comm = shard.comm
+    pieces = shard.binding.pieces[index]
+    grad = param.grad
+    held = shard.targets.own_gradient(index, revives=True)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
@@ -418,7 +429,8 @@ class SummedBucket(BucketGradients):
         carried = self._carried.get(index)
         if carried is None:
             return None
-        own, grad = self._own(index, carried), self._bucket.gradient(index)
+        own = self._own(index, carried)
+        grad = self._bucket.gradient(index)
         return own if grad is None else own + grad
 
 

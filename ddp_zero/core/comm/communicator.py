@@ -140,7 +140,8 @@ class Transport:
         """True if `prepare_reduce_scatter` can average with the bits of DDP, which multiplies by 1/N, then sums."""
         # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
         # it holds 1/N and whether or not it fuses product and sum
-        is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
+        is_even = len({part.numel() for part in parts}) == 1
+        ranks = self.world_size
         return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
 
@@ -259,7 +260,9 @@ class Communicator(Transport, TensorPeers):
             return PointToPointExchange(self, {peer: [mine] for peer in received}, received, subject).post
         # not on `process_group`: a group runs its collectives in order of issue, and an all-gather would hold up the
         # next bucket's reduce-scatter
-        group, own, others = self.gathering_group, raw[self.group_rank], self.world_size - 1
+        group = self.gathering_group
+        own = raw[self.group_rank]
+        others = self.world_size - 1
         whole = contiguous_span(raw) if self.has_native_collectives(device) else None
         if whole is not None:
             gather = bind_all_gather(group, whole, own)
@@ -348,9 +351,11 @@ class Communicator(Transport, TensorPeers):
         recv_buffer: Tensor | None = None,
         factor: float = 1.0,
     ) -> RingTransfer:
-        group, tag = self.process_group, tag_of(self.generation, self.round, subject)
+        group = self.process_group
+        tag = tag_of(self.generation, self.round, subject)
         before, after = self.peers()[-1], self.peers()[0]
-        sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
+        sizes = [segment.numel() for segment in segments]
+        itemsize = segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
         neighbours = Neighbours(
             receive=lambda tensor: start_unrecorded(partial(group.recv, [tensor], before, tag)),
@@ -387,10 +392,13 @@ class Communicator(Transport, TensorPeers):
         """
         # the collectives read and write `whole` and `recv_buffer` until the stream that has waited for them is done:
         # the caller keeps both, nothing is allocated here
-        group, mine, others = self.process_group, parts[self.group_rank], self.world_size - 1
+        group = self.process_group
+        mine = parts[self.group_rank]
+        others = self.world_size - 1
         is_native = self.has_native_collectives(whole.device)
         if len({part.numel() for part in parts}) == 1 and is_native:
-            scatter, moved = bind_reduce_scatter(group, mine, whole, average), mine.nbytes * others
+            scatter = bind_reduce_scatter(group, mine, whole, average)
+            moved = mine.nbytes * others
             return CollectiveExchange(self, [scatter], [every_rank], [whole], (moved, moved)).post, mine
         if self.reduce_scatter_recv_numel(whole.device, [part.numel() for part in parts]):
             moved = others * (recv_buffer.numel() // (self.world_size + 1)) * mine.element_size()
@@ -411,7 +419,8 @@ class Communicator(Transport, TensorPeers):
     # Agreement
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
+        group = self.process_group
+        staged = mine.to(self._message_device(mine.device.type)).contiguous()
         if self.has_direct_messages(staged.device):
             # numbers match because every rank enters agreements of a group in the same order
             number = next_number(group, "gather")
@@ -457,7 +466,8 @@ class Communicator(Transport, TensorPeers):
         return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
 
     def _wait(self, post: Callable[..., Work | None], tensor: Tensor, peer: GroupRank) -> None:
-        name, what = partial(self.name, peer), "an exchange of optimizer state"
+        name = partial(self.name, peer)
+        what = "an exchange of optimizer state"
         limit = () if self.message_time_out is None else (self.message_time_out,)
         # batched, although it is a single message: for a plain one NCCL would make a communicator of the two ranks
         message = dist.P2POp(post, tensor, group=self.process_group, group_peer=peer, tag=_TREE_TAG)

@@ -83,7 +83,8 @@ class GridPeers:
         self._ranks = [numbers[place] for place in self._order]
         if len(set(numbers)) != len(numbers) or own not in numbers:
             raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}. [ZERO-801]")
-        self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
+        self.group_rank = GroupRank(self._ranks.index(own))
+        self.world_size = len(numbers)
 
     def name(self, group_rank: GroupRank) -> str:
         return f"rank {group_rank} (global rank {self._ranks[group_rank]})"

@@ -44,7 +44,9 @@ def bind_all_gather(group: ProcessGroup, whole: Tensor, mine: Tensor) -> Callabl
 
 def bind_reduce_scatter(group: ProcessGroup, mine: Tensor, whole: Tensor, average: bool = False) -> Callable[[], Work]:
     """Return a function that issues a reduce-scatter of equal parts."""
-    mine, whole, op = as_real(mine), as_real(whole), dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+    mine = as_real(mine)
+    whole = as_real(whole)
+    op = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     if not hasattr(group, "reduce_scatter_single"):
         return partial(reduce_scatter_native, mine, whole, op=op, group=group, async_op=True)
     options = dist.ReduceScatterOptions()
@@ -188,7 +190,9 @@ class Exchange:
         tensors: Sequence[Tensor],
         limit: timedelta | None = None,
     ) -> None:
-        self._pending, self._names, self._is_kept = works, names, bool(works)
+        self._pending = works
+        self._names = names
+        self._is_kept = bool(works)
         self._limit = () if limit is None else (limit,)
         self._tensors = tensors
         if works:
@@ -490,7 +494,8 @@ def every_rank() -> str:
 
 def contiguous_span(segments: Sequence[Tensor]) -> Tensor | None:
     """One tensor over 1-D segments of one size that are adjacent in memory; None if they are not."""
-    first, numel = segments[0], segments[0].numel()
+    first = segments[0]
+    numel = first.numel()
     starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
     memory = first.untyped_storage().data_ptr()
     are_adjacent = (

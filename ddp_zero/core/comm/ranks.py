@@ -222,7 +222,8 @@ class StepErrors:
         error, self._local_error = self._local_error, None
         stated = OptionsSummary() if options is None else options.summary
         # only blocks that no peer may still write into are used again: a dropped step leaves its blocks to them
-        (outcomes, self._reusable) = self._reusable or self._new_blocks(), None
+        outcomes = self._reusable or self._new_blocks()
+        self._reusable = None
         # of fixed size, so that receives are posted before the outcome is known: no round trip
         outcomes.own_block.copy_(encode(stated, "" if error is None else f"{type(error).__name__}: {error}"))
         outcomes.local_error, outcomes.options, outcomes.stated = error, options, stated
@@ -234,7 +235,8 @@ class StepErrors:
     def _new_blocks(self) -> _Outcomes:
         mine = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
-        sent, received = {peer: [mine] for peer in blocks}, {peer: [block] for peer, block in blocks.items()}
+        sent = {peer: [mine] for peer in blocks}
+        received = {peer: [block] for peer, block in blocks.items()}
         return _Outcomes(PointToPointExchange(self._comm, sent, received, self._subject, is_control=True), mine, blocks)
 
     def receive(self) -> None:
@@ -263,7 +265,8 @@ class StepErrors:
         self._raise_errors_of_peers(outcomes)
 
     def _raise_errors_of_peers(self, outcomes: _Outcomes) -> None:
-        comm, told = self._comm, {peer: decode(block) for peer, block in sorted(outcomes.blocks.items())}
+        comm = self._comm
+        told = {peer: decode(block) for peer, block in sorted(outcomes.blocks.items())}
         shown = "; ".join(f"on {comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
         if shown:
             message = f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}"
@@ -397,7 +400,8 @@ def build_ranks(
         stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
         groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
         if len(groups.groups) > 1:
-            trace, across = everyone.trace, _replica_group(everyone, shard_group, groups)
+            trace = everyone.trace
+            across = _replica_group(everyone, shard_group, groups)
             shard = Communicator(shard_group, next_generation(shard_group), "shard rank", trace, device)
             return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", trace, device))
     if device is not None and not everyone.is_alone and everyone.has_native_collectives(device):
@@ -408,7 +412,8 @@ def build_ranks(
 def _use_separate_gathering_group(comm: Communicator) -> None:
     """All-gather parameters on a second process group: an earlier optimizer's if all ranks have one. A collective."""
     reference = _gathering_groups.get(comm.process_group)
-    group, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
+    group = None if reference is None else reference()
+    is_whole_job = comm.world_size == dist.get_world_size()
     facts = comm.all_gather_ints([int(group is not None), _num_groups()])
     if group is None or not all(is_known for is_known, _ in facts):
         # torch names a group by a rank's number of groups: names would differ, and the ranks would never meet

@@ -107,7 +107,8 @@ class Span:
         for entry in [*self.log]:
             if isinstance(entry, int):
                 if event is not None:
-                    event.ended, event.peer = entry, event.peer if event.failed else ""
+                    event.ended = entry
+                    event.peer = event.peer if event.failed else ""
                 phase, bucket = next(acts, ("", -1))
                 event = Event(labels.recorder.optimizer, self.step, phase, bucket, entry) if phase else None
                 events += [event] if event is not None else []
@@ -137,7 +138,10 @@ class Span:
 
     def fail(self, error: BaseException) -> None:
         """End the span with an error, which belongs to the event that goes on, if there is one."""
-        labels, log, event, ended = self.labels, self.log, self.unfinished(), perf_counter_ns()
+        labels = self.labels
+        log = self.log
+        event = self.unfinished()
+        ended = perf_counter_ns()
         num = sum(isinstance(entry, int) for entry in log)  # of acts that have begun
         recorder = labels.recorder
         if num <= len(labels.buckets):

@@ -101,7 +101,8 @@ class DirectReduceScatter:
         self.bucket = subject[1]
         self._rank = rank = comm.group_rank
         self._factor = factor
-        peers, self._own = comm.peers(), parts[rank]
+        peers = comm.peers()
+        self._own = parts[rank]
         windows = [_windows(part.numel(), receive_window(part.numel(), comm.world_size, limit)) for part in parts]
         self._windows = windows[rank]
         # this rank's segment is received window by window: each in the slots that the window before has left
@@ -229,7 +230,8 @@ def segment_reduction(
         factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
     """
     begin: Callable[[], InFlight]
-    what, own = f"the reduction of bucket {subject[1]}", parts[comm.group_rank]
+    what = f"the reduction of bucket {subject[1]}"
+    own = parts[comm.group_rank]
     if comm.is_alone:
         return CollectiveReduction(partial(Exchange, (), (), parts), own, what)
     if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
@@ -310,7 +312,8 @@ class HierarchicalReduction:
             raise RuntimeError(coded(message, "[ZERO-503]")) from error
 
     def _all_reduce_over_replicas(self, total: Tensor) -> None:
-        comm, numel = self._comm, total.numel()
+        comm = self._comm
+        numel = total.numel()
         wire = total if total.dtype == self._wire_dtype else total.to(self._wire_dtype)
         share = -(-numel // comm.world_size)
         parts = [wire[min(numel, n * share) : min(numel, (n + 1) * share)] for n in range(comm.world_size)]
@@ -375,7 +378,9 @@ def _runs_of_one_kind(tensors: Sequence[Tensor], cap_bytes: int) -> Iterator[Seq
     """Consecutive tensors of one dtype and device, each run of at most ``cap_bytes`` or a single tensor."""
     start = 0
     while start < len(tensors):
-        kind, end, nbytes = (tensors[start].dtype, tensors[start].device), start, 0
+        kind = (tensors[start].dtype, tensors[start].device)
+        end = start
+        nbytes = 0
         while end < len(tensors) and (tensors[end].dtype, tensors[end].device) == kind:
             nbytes += tensors[end].nbytes
             if nbytes > cap_bytes and end > start:

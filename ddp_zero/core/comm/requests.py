@@ -36,7 +36,8 @@ _POLL_SECONDS = 0.001, 0.02
 LONGEST_WAIT = timedelta(days=20)  # more milliseconds are too many for poll(2)
 _CLOSING_SECONDS, _LAST_SECONDS = 10.0, 30.0  # milliseconds, but on a machine that is very busy
 _CHUNK_BYTES = 4 << 20
-_HEAD_BYTES, _LENGTH_BYTES = 4 << 10, 8
+_HEAD_BYTES = 4 << 10
+_LENGTH_BYTES = 8
 _SENT, _NEVER_SENT = 0, 1  # tags of messages
 
 Frame = dict[str, Any]
@@ -204,7 +205,8 @@ class Listener:
 
     def post(self, address: str, request: Frame) -> str:
         """Send a request, without waiting. Returns the key of the answer."""
-        key, (listener, _, number) = uuid.uuid4().hex, address.partition("/")
+        key = uuid.uuid4().hex
+        listener, _, number = address.partition("/")
         with _as_os_errors():
             self._enqueue(listener, {"to": int(number), "key": key, "asks": request})
         return key
@@ -337,7 +339,8 @@ class Listener:
     def _await_others(self) -> None:
         """Keep the store's server, on its rank, until no other rank waits on it: torch would print errors there."""
         if self._is_remote:
-            others, deadline = self._client.add(_OPEN_LISTENERS, -1), time.monotonic() + _CLOSING_SECONDS
+            others = self._client.add(_OPEN_LISTENERS, -1)
+            deadline = time.monotonic() + _CLOSING_SECONDS
             while self._has_server and others > 0 and time.monotonic() < deadline:
                 if has_failed.wait(_POLL_SECONDS[1]):
                     return

@@ -180,20 +180,22 @@ def ring_recv_numel(sizes: Sequence[int], itemsize: int) -> int:
     return _RECEIVES_AHEAD * ring_chunk(sizes, itemsize)
 
 
-def _run_jobs(transfers: "queue.SimpleQueue[BackgroundJob | None]") -> None:
+def _run_jobs(jobs: "queue.SimpleQueue[BackgroundJob | None]") -> None:
     error: RuntimeError | None = None
     wait_mode.is_in_background = True
-    while (transfer := transfers.get()) is not None:
+    while (job := jobs.get()) is not None:
         if error is None:
             try:
-                transfer.run()
+                job.run()
             except Exception as failure:
+                # whoever waits for a message expects a RuntimeError
                 name = type(failure).__name__
                 error = failure if isinstance(failure, RuntimeError) else RuntimeError(f"{name}: {failure}")
+        # later jobs fail, too: their messages would be taken for those that the failed job has left
         if error is not None:
-            transfer.fail(error)
-        # a transfer kept while the thread waits would keep its process group alive
-        del transfer
+            job.fail(error)
+        # a job kept while the thread waits would keep its process group alive
+        del job
 
 
 unfinished: set[BackgroundJob] = set()

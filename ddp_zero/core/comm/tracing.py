@@ -16,9 +16,11 @@ _INSIDE = ("ddp_zero", "torch", "contextlib")
 
 def warn(message: str) -> None:
     """Warn at the user's line: the nearest line outside of this library, of torch and of their decorators."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, stacklevel=level)
 
 

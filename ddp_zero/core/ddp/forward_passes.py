@@ -171,7 +171,9 @@ class ForwardPasses:
                 check()
             if self.holds_back:
                 self._reduced_before = set_will_reduce(model, False)
-            self.last_is_local, self.has_seen, self._is_pending = not will_reduce(model), True, True
+            self.last_is_local = not will_reduce(model)
+            self.has_seen = True
+            self._is_pending = True
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
             self._before(model)

@@ -73,7 +73,8 @@ class KnownModels:
 
         DDP tells how many parameters it reduces, not which: all others that it may reduce are taken to be among them.
         """
-        own, models = set(params), self.alive
+        own = set(params)
+        models = self.alive
         others = [param for model in models for _, param in reduced_parameters(model) if param not in own]
         self._reduced = sum(map(count_reduced, models)) - len(others) if models else None
 

@@ -383,7 +383,8 @@ def _build_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> No
 
 def _renew_reducer(ddp: DistributedDataParallel, params: Sequence[Tensor]) -> None:
     """As `_build_reducer`, with the communication hook that DDP's reducer has."""
-    hooks, built_in = ddp._comm_hooks, built_in_hook(ddp)
+    hooks = ddp._comm_hooks
+    built_in = built_in_hook(ddp)
     ddp._comm_hooks = []
     try:
         _build_reducer(ddp, params)

@@ -70,7 +70,8 @@ class RegisteredHook:
         self._params: list[Tensor] = []  # whose gradients may have to be divided
         self._before: list[tuple[bool, int]] = []  # whether each had none when the pass began, and `ready_times`
         self._handles: list[RemovableHandle] = []  # of hooks of the model's parameters
-        self.is_copy, self.is_free = hook is None, False
+        self.is_copy = hook is None
+        self.is_free = False
         self.__name__ = self.__qualname__ = type(self).__qualname__  # DDP logs it
 
     @never_compiled
@@ -131,7 +132,8 @@ class RegisteredHook:
     def _backward_begins(self, _: Tensor) -> None:
         if self._pass != backward_id():  # the first of the outputs, or parameters
             self._pass, self._num_launched = backward_id(), 0
-            ddp, self._before = None if self._ddp is None else self._ddp(), []
+            ddp = None if self._ddp is None else self._ddp()
+            self._before = []
             if self._averages and self._params and ddp is not None and reduces_itself(ddp):
                 bare = [param.grad is None for param in self._params]
                 self._before = list(zip(bare, ready_times(ddp), strict=True))
@@ -144,7 +146,8 @@ class RegisteredHook:
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None or not (self._before and reduces_itself(ddp)) or is_finalized(ddp):
             return
-        launched, size = params_of_buckets(ddp, self._num_launched), ddp.process_group.size()
+        launched = params_of_buckets(ddp, self._num_launched)
+        size = ddp.process_group.size()
         for param, (was_bare, before), now in zip(self._params, self._before, ready_times(ddp), strict=True):
             grad = param.grad
             if grad is None or now == before or param in launched:
@@ -172,7 +175,9 @@ class Holder:
         leave_dropped: Callable[[], object],
         interrupted: Callable[[], object] = bool,
     ) -> None:
-        self._optimizer, self.leave, self.leave_dropped = weakref.ref(optimizer), leave, leave_dropped
+        self._optimizer = weakref.ref(optimizer)
+        self.leave = leave
+        self.leave_dropped = leave_dropped
         self.interrupted = interrupted
 
     @property
@@ -268,7 +273,8 @@ def check_averages(hook: CommHook) -> None:
 
 def _functions_in(hook: Any) -> list[Any]:
     """A hook, and the functions that it is made from: in a `functools.partial`, or enclosed as by torch's wrappers."""
-    found, left = list[Any](), [hook]
+    found = list[Any]()
+    left = [hook]
     while left:
         one = left.pop()
         while isinstance(one, partial):

@@ -37,7 +37,7 @@ class AddedGroup:
                 check_in_one_group([*exposed, param_group])
                 keys = list(param_group) if isinstance(param_group, dict) else []  # without defaults
                 if "param_names" in exposed[0]:
-                    self.name(param_group, exposed, attachment.passes.models.alive)
+                    self.add_param_names(param_group, exposed, attachment.passes.models.alive)
                 with ending_with("[ZERO-102]"):
                     with_class(optimizer, inner, param_group, partial(Optimizer.add_param_group, optimizer))
                 if any(param.grad is not None for param in exposed[-1]["params"]):
@@ -59,8 +59,8 @@ class AddedGroup:
             raise
 
     @staticmethod
-    def name(param_group: ParamGroup, groups: Sequence[ParamGroup], models: Iterable[nn.Module]) -> None:
-        """Give names to a group without, beside these: all or none may have them, and `shard_optimizer` gives them."""
+    def add_param_names(param_group: ParamGroup, groups: Sequence[ParamGroup], models: Iterable[nn.Module]) -> None:
+        """Give ``param_names`` to a group without: all groups have them, or none; `shard_optimizer` gives them."""
         given = param_group.get("params") if isinstance(param_group, dict) else None
         if not isinstance(given, Iterable) or isinstance(given, set):
             return  # torch refuses it

@@ -288,7 +288,8 @@ class Attachment:
 
     def learn_from_first_step(self, hook: OverlapHook, by_scaler: bool) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
-        changed, dropped = hook.late_changes.first_change(), hook.has_dropped
+        changed = hook.late_changes.first_change()
+        dropped = hook.has_dropped
         statement = [int(by_scaler or changed is not None), int(dropped)]
         changes, drops = (any(column) for column in zip(*self.shard.everyone.all_gather_ints(statement), strict=True))
         if self.why_wait() is None and (changes or drops):

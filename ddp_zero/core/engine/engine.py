@@ -111,13 +111,14 @@ class Engine:
         """`step` as a generator, see `TwoPhase`; ``closure`` returns a loss that is known."""
         loss = None if closure is None else closure()
         attachment, overlaps, optimizer = self.attachment, self.attachment.overlaps, self.attachment.joinable
-        amp, self._scaler_state = self._scaler_state or AmpState.of(optimizer), None
-        if amp is not None:
+        scaler_state = self._scaler_state or AmpState.of(optimizer)
+        self._scaler_state = None
+        if scaler_state is not None:
             self._check_scaler()
         hook = attachment.required_hook()
         if hook is not None and hook.step_is_due:
             hook.machine.check_due_step()
-            attachment.learn_from_first_step(hook, by_scaler=amp is not None)
+            attachment.learn_from_first_step(hook, by_scaler=scaler_state is not None)
         if kwargs and overlaps and attachment.why_wait() is None:
             raise TypeError(
                 f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. Set options in "
@@ -127,9 +128,9 @@ class Engine:
             if hook.has_nothing_to_step():
                 return loss
             if hook.machine.phase is Phase.REST and self.gradients.are_all_zeros():
-                yield from self._take_step(closure, amp, kwargs, by_user=False)
+                yield from self._take_step(closure, scaler_state, kwargs, by_user=False)
                 return loss
-            if amp is not None and hook.machine.phase is Phase.STEPPED:
+            if scaler_state is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
                     "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
                     "gradients. Load a checkpoint, and use the GradScaler from the first step after it on; or build "
@@ -137,10 +138,11 @@ class Engine:
                 )
             hook.confirm_step()
             return loss
-        if amp is not None and overlaps:
-            self.gradients.defer_steps()  # from now on
+        if scaler_state is not None and overlaps:
+            # a scaler unscales gradients after backward: from now on steps wait for that
+            self.gradients.defer_steps()
         Join.notify_join_context(optimizer)
-        result = yield from self._take_step(closure, amp, kwargs)
+        result = yield from self._take_step(closure, scaler_state, kwargs)
         return result if closure is None else loss
 
     @contextmanager
@@ -169,7 +171,8 @@ class Engine:
 
         Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
         """
-        hook, occasion = self.attachment.hook, self._step_context(None)
+        hook = self.attachment.hook
+        occasion = self._step_context(None)
         self.runner.record_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
@@ -216,7 +219,11 @@ class Engine:
             self.shard.abandon()
 
     def _take_step(
-        self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any], by_user: bool = True
+        self,
+        closure: Callable[[], Any] | None,
+        scaler_state: AmpState | None,
+        kwargs: dict[str, Any],
+        by_user: bool = True,
     ) -> TwoPhase[Any]:
         shard, attachment = self.shard, self.attachment
         hook, joins = attachment.hook, attachment.joins
@@ -231,27 +238,27 @@ class Engine:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
-            return (yield from self.decision.take(self._step_context(amp), **kwargs))
+            return (yield from self.decision.take(self._step_context(scaler_state), **kwargs))
         finally:
             attachment.passes.forget()
             if hook is not None and by_user:
                 hook.machine.step_taken()
                 hook.first_step_taken()
             last = self.runner.last_step
-            if amp is not None:
+            if scaler_state is not None:
                 grads = [param.grad for param in shard.table.params if param.grad is not None]
                 if last is not None and not last.stepped:
                     report_nonfinite(grads)
-                amp.unscale([held for held in map(on_this_rank, grads) if held is not None])
+                scaler_state.unscale([held for held in map(on_this_rank, grads) if held is not None])
 
-    def _step_context(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
+    def _step_context(self, scaler_state: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
         attachment, hook = self.attachment, self.attachment.hook
         if hook is None:
             source = borrowed or self.shard.targets.own_elements(PublishedGradients(self.shard.table.params))
-            return StepContext(StepRegime.STANDALONE, source, amp=amp, may_have_joined=attachment.joins)
+            return StepContext(StepRegime.STANDALONE, source, amp=scaler_state, may_have_joined=attachment.joins)
         waits = attachment.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients
-        return StepContext(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, attachment.joins)
+        return StepContext(StepRegime.DEFERRED, source, hook.deferred_because, waits, scaler_state, attachment.joins)
 
     def _take_borrowed(self, source: GradientSource) -> TwoPhase[None]:
         self.runner.begin()

@@ -63,7 +63,8 @@ class GradientAccess:
                 "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
             )
         shard, decision = self._shard, self._decision
-        comm, chosen = shard.comm, self._indices_of(parameters)
+        comm = shard.comm
+        chosen = self._indices_of(parameters)
         self.defer_steps()
         self._sync_exact_sums()
         edits = self._owned_edits
@@ -114,7 +115,8 @@ class GradientAccess:
             exact = None if sums is None else sums.in_accumulation_dtype(index)
             # through ``data``, which counts no version: see `OwnedEdits`
             grads += [held.data] if exact is None else [held.data, exact]
-        limit, scale = float(clip_value), self._decision.inverse_scale
+        limit = float(clip_value)
+        scale = self._decision.inverse_scale
         if scale is None:
             for clipped in grads:
                 clipped.clamp_(-limit, limit)

@@ -160,7 +160,8 @@ class Training:
             )
             for index, (one, weight) in enumerate(zip(self.params, states.hints(hints_of), strict=True))
         ]
-        self.is_weighted, self.max_byte_imbalance = hints_of is not None, max_byte_imbalance
+        self.is_weighted = hints_of is not None
+        self.max_byte_imbalance = max_byte_imbalance
         self._dtypes = {spec.kind: one.dtype for spec, one in zip(self.specs, self.params, strict=True)}
         self.model_buffers = sum(buffer.nbytes for buffer in model.buffers())
         self.masters, self.flat, self.views = masters, flat, views
@@ -184,14 +185,16 @@ class Training:
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
         is_native = ranks > 1 and self.transport(GroupRank(0), ranks).has_native_collectives(self.device)
-        specs, partition = self.specs, partition_named(mode.partition, is_native)
+        specs = self.specs
+        partition = partition_named(mode.partition, is_native)
         if self.is_weighted:
             partition = WeightedParameters.like(partition, self.max_byte_imbalance, is_native)
         owned = partition.assign(specs, ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(owned, None, CAP_BYTES)
         reduced = [index for index, spec in enumerate(specs) if spec.active]
-        trained, kinds = [specs[index].nbytes for index in reduced], [specs[index].kind for index in reduced]
+        trained = [specs[index].nbytes for index in reduced]
+        kinds = [specs[index].kind for index in reduced]
         caps = [FIRST_CAP_BYTES, CAP_BYTES]
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
@@ -286,7 +289,8 @@ class _RankMemory:
         sizes, held, most = list[int](), 0, 0
         regime = Regime.REDUCE_ONLY if self._mode.waits else Regime.OVERLAPPED
         for bucket, due in zip(self._buckets, turns(regime, INTERLEAVED_LAG, len(self._buckets)), strict=True):
-            dtype, wide = self._training.dtype_of(bucket), sum_dtype(self._training.dtype_of(bucket))
+            dtype = self._training.dtype_of(bucket)
+            wide = sum_dtype(dtype)
             sizes.append(0 if wide == dtype else bucket.segments[self._rank].numel * wide.itemsize)
             held += sizes[-1]
             most = max(most, held)
@@ -297,7 +301,8 @@ class _RankMemory:
         """Bytes of the buffers into which buckets are filled, reduced and received."""
         training, needs = self._training, list[tuple[int, int]]()
         for bucket in self._buckets:
-            sizes, dtype = bucket.sizes, training.dtype_of(bucket)
+            sizes = bucket.sizes
+            dtype = training.dtype_of(bucket)
             received = recv_numel(training.transport(self._rank, len(sizes)), sizes, dtype, training.device)
             needs.append((self._bytes_of(bucket), received * dtype.itemsize))
         return BufferBytes.of(needs).total
@@ -325,9 +330,12 @@ class _RankMemory:
 
     def _traffic(self, bucket: Bucket) -> int:
         """Bytes of this rank's gradients in a bucket, and of its parameters without a master."""
-        training, segment, total = self._training, bucket.segments[self._rank], 0
+        training = self._training
+        segment = bucket.segments[self._rank]
+        total = 0
         for index, (start, stop) in zip(segment.params, segment.ranges, strict=True):
-            numel, itemsize = stop - start, training.itemsize(index)
+            numel = stop - start
+            itemsize = training.itemsize(index)
             if training.has_master(index):
                 total += numel * (4 if self._mode.stage == 2 else itemsize)  # stage 2 sums low precision in fp32
             else:

@@ -39,12 +39,13 @@ def partition_for(
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
     found = partition_named(asked, exchange == "native") if asked != AUTO else None
-    of_classes = classes_in(optimizer_class)
-    cut_class = next(filter(is_elementwise_class, of_classes), of_classes[0])
+    classes = classes_in(optimizer_class)
+    can_be_cut = [*filter(is_elementwise_class, classes)]
+    shown = (can_be_cut or classes)[0]
     found = found or choose_partition(
         Setting(
-            optimizer=getattr(cut_class, "__name__", repr(cut_class)),
-            is_elementwise=is_elementwise_class(cut_class),
+            optimizer=getattr(shown, "__name__", repr(shown)),
+            is_elementwise=bool(can_be_cut),
             world_size=comm.world_size,
             exchange=exchange,
             is_small=exchange == "direct" and trained < RING_BYTES,

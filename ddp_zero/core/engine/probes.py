@@ -213,7 +213,8 @@ class _Answers:
 
 
 def _question() -> str:
-    listener, answers = Listener(HashStore()), _Answers()
+    listener = Listener(HashStore())
+    answers = _Answers()
     _, key = listener.ask(listener.register(answers), {})
     with listener.connection_to(key, _SECONDS) as connection:
         connection.recv_into(memoryview(bytearray(1)))
@@ -249,7 +250,8 @@ class _Scaled(torch.optim.SGD):
 
 
 def _grad_scaler() -> str:
-    optimizer, scaler = _Scaled(), torch.amp.GradScaler("cpu", init_scale=8.0, backoff_factor=0.5)
+    optimizer = _Scaled()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, backoff_factor=0.5)
     scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
     scaler.step(optimizer)
     _require(optimizer.caller is scaler, f"the optimizer found {type(optimizer.caller).__name__} among its callers")

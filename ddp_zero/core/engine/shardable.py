@@ -249,7 +249,8 @@ class _Trial:
         return [Parameter(torch.randn(shape, generator=generator, device="cpu")) for shape in shapes]
 
     def _groups(self, params: Sequence[Parameter]) -> list[ParamGroup]:
-        groups, count = copy.deepcopy(list(self._keys)), len(self._shapes)
+        groups = copy.deepcopy(list(self._keys))
+        count = len(self._shapes)
         for place, group in enumerate(groups):
             for key, value in group.items():
                 if isinstance(value, _PerParameter):

@@ -87,7 +87,8 @@ class Schedule:
 
     def submit(self, bucket: int) -> list[Action]:
         """The actions once a bucket's gradients are ready, after all earlier actions."""
-        buffer, self._next = self._next, (self._next + 1) % self.buffers
+        buffer = self._next
+        self._next = (self._next + 1) % self.buffers
         actions: list[Action] = []
         # the device still reads this buffer: new gradients must not overwrite parameters before they are copied back
         if buffer in self._to_device:

@@ -100,7 +100,8 @@ def deal_by_cost(
 ) -> list[int]:
     """The rank that steps each parameter, by class, shape and options; with ``nbytes`` of None, bytes do not count."""
     items = [Item(known_cost(*whole), size) for whole, size in zip(wholes, nbytes or [1] * len(wholes), strict=True)]
-    loads, limit = [0] * ranks, len(items)
+    loads = [0] * ranks
+    limit = len(items)
     if nbytes is not None:
         for rank, size in zip(partition_greedy(nbytes, ranks), nbytes, strict=True):
             loads[rank] += size

@@ -106,7 +106,8 @@ class GivenOptions:
             self._seen.append(shown)
 
     def _take(self, place: int, shown: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
-        values, has_changed = self.values[place], False
+        values = self.values[place]
+        has_changed = False
         for name in seen.keys() - shown.keys():
             has_changed |= values.pop(name, None) is not None
         for name, value in shown.items():

@@ -257,7 +257,8 @@ class LocalStep:
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self.inner.state
         if len(state) != self._known_states:  # it takes long to check all states
-            self._counter_keys, self._known_states = [k for k in state if not isinstance(k, Tensor)], len(state)
+            self._counter_keys = [k for k in state if not isinstance(k, Tensor)]
+            self._known_states = len(state)
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
         self._sizes = [len(vars(part)) for part in self._parts], len(state)
@@ -482,7 +483,8 @@ def build_inner(
     defaults: dict[str, Any],
 ) -> Optimizer:
     """Build the optimizer over this rank's parameters, one group per exposed group, also if empty; else TypeError."""
-    groups, given = [local_group(group, stepped) for group in param_groups], defaults
+    groups = [local_group(group, stepped) for group in param_groups]
+    given = defaults
     if any(param.device != target.device for param, target in stepped.items()):
         if isinstance(optimizer_class, Instance):
             groups = [options_on_host(optimizer_class.kind, group) for group in groups]
@@ -513,7 +515,8 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
         dtypes = [targets.dtype_of(index) for index in members]
         if group.get("eps", suboptimizer_for(inner, group).defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
             continue
-        first, other = members[0], next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
+        first = members[0]
+        other = next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
         raise ValueError(
             f"Expected parameters of one dtype in group {position} of Adafactor with eps=(None, ...), got "
             f"{table.label(first)} of {targets.dtype_of(first)} and {table.label(other)} of {targets.dtype_of(other)}: "

@@ -122,7 +122,8 @@ class Instance:
             try:
                 text, tensors = flatten(state)
             except TypeError:  # it cannot travel; names have to do
-                text, tensors = ",".join(map(str, state)), []
+                text = ",".join(map(str, state))
+                tensors = []
             name = position.get(id(key), str(key)) if isinstance(key, Tensor) else key
             found.append((name, text, [bit_sum_of(tensor) for tensor in tensors]))
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

@@ -60,7 +60,8 @@ class SummedMemory:
         self.lines: Tensor | None = None
         if nbytes >= LARGE_BYTES:
             by_line = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
-            self.lines, words = words[:by_line].view(-1, LINES, _LINE_WORDS), words[by_line:]
+            self.lines = words[:by_line].view(-1, LINES, _LINE_WORDS)
+            words = words[by_line:]
         rest = raw[whole:]
         self.always = [part for part in (words, rest) if part.numel() or (part is words and self.lines is None)]
 
@@ -130,12 +131,16 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     offsets = map(int, map(Tensor.storage_offset, grads))
     marks = zip(storages, [str(one.dtype) for one in grads], offsets, tensors, strict=True)
     places = [mark for mark in marks if mark[-1] not in gaps]
-    runs, found = {key: tensors[key] for key in tensors if key in gaps}, dict[int, tuple[int, int]]()
-    first, end, last = -1, 0, (0, "")
+    runs = {key: tensors[key] for key in tensors if key in gaps}
+    found = dict[int, tuple[int, int]]()
+    first = -1
+    end = 0
+    last = (0, "")
     for storage, dtype, start, key in sorted(places):
         if last != (storage, dtype) or start != end:
             first, begin = key, start
-        last, end = (storage, dtype), start + tensors[key].numel()
+        last = (storage, dtype)
+        end = start + tensors[key].numel()
         found[first] = begin, end
     for first, (begin, end) in found.items():
         runs[first] = tensors[first].as_strided((end - begin,), (1,), begin)
@@ -147,7 +152,8 @@ _Window = tuple[tuple[int], int, torch.dtype]
 
 
 def _window_of(memory: Tensor, tensor: Tensor) -> _Window:
-    begin, itemsize = memory.storage_offset() * memory.itemsize, tensor.itemsize
+    begin = memory.storage_offset() * memory.itemsize
+    itemsize = tensor.itemsize
     return (memory.nbytes // itemsize,), begin // itemsize, memory.dtype
 
 
@@ -173,7 +179,8 @@ class MovingMemory:
             runs = [(key, SummedMemory(run)) for key, run in join_runs(tensors).items()]
             found = BitSums.of(runs)
             self._places = places if found.keys and not found.copied else ()
-            self._keys, self._num_large = found.keys, len(found.large)
+            self._keys = found.keys
+            self._num_large = len(found.large)
             # not of copied memory, which comes last
             self._windows = [
                 _window_of(one, tensors[key])

@@ -147,7 +147,8 @@ class ParameterTable:
         self._order_norms()
 
     def _order_norms(self) -> None:
-        model, ordered = None if self._model is None else self._model(), self.norm_order
+        model = None if self._model is None else self._model()
+        ordered = self.norm_order
         if model is not None:
             ordered = [self.index_of[param] for param in model.parameters() if param in self.index_of]
         self.norm_order = list(dict.fromkeys([*ordered, *range(len(self))]))
@@ -652,7 +653,8 @@ class StepTargets:
 
     def lay_out_gradient(self, index: int) -> None:
         """Give ``param.grad`` the strides of the parameter, without which this rank's part cannot be a view of it."""
-        param, grad = self._table.params[index], self._table.params[index].grad
+        param = self._table.params[index]
+        grad = param.grad
         if self._parts.get(index) is None or grad is None or isinstance(grad, AbsentGradient):
             return
         if grad.stride() != param.stride():
@@ -760,7 +762,8 @@ class StepTargets:
             param = self._table.params[index]
             if self.is_copied(index) or self._followed.get(index) == (address := param.data_ptr()):
                 continue
-            stand_in, view = self._stand_ins[index], part_of(param, param, self._parts[index])
+            stand_in = self._stand_ins[index]
+            view = part_of(param, param, self._parts[index])
             if view.data_ptr() != stand_in.data_ptr():
                 self.repoint(stand_in, view)
             self._followed[index] = address
@@ -826,7 +829,8 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
 
 def rounds_to(master: Tensor, param: Tensor) -> bool:
     """True if a master, rounded to the parameter's dtype, equals the parameter; NaN equals NaN."""
-    rounded, value = master.detach().to(param.device, param.dtype), param.detach()
+    rounded = master.detach().to(param.device, param.dtype)
+    value = param.detach()
     if torch.equal(rounded, value):
         return True
     return bool(((rounded == value) | (rounded.isnan() & value.isnan())).all())

@@ -233,12 +233,13 @@ class StepLists:
 
     def _build_lists(self, groups: Sequence[Mapping[str, Any]], targets: list[Tensor]) -> _BucketLists | None:
         """The lists of a bucket; None if some state does not exist yet, or is not as a step would leave it."""
-        places = {target: place for place, target in enumerate(targets)}
+        position_of = {target: position for position, target in enumerate(targets)}
         all_states: Mapping[Any, Any] = self.inner.state
         found: list[_GroupLists] = []
         held: list[tuple[Mapping[str, Any], str, Tensor]] = []
         for place, group in enumerate(groups):
-            params, functional = sorted(group["params"], key=places.__getitem__), self._steps[place]
+            params = sorted(group["params"], key=position_of.__getitem__)
+            functional = self._steps[place]
             if not params:
                 continue
             if functional is None or any(param.is_complex() for param in params):
@@ -248,7 +249,7 @@ class StepLists:
             tensors = [*params, *chain.from_iterable(lists)]
             if not all(isinstance(tensor, Tensor) for tensor in tensors):
                 return None
-            taken = [places[param] for param in params]
+            taken = [position_of[param] for param in params]
             is_all = taken == list(range(len(targets)))
             found.append(_GroupLists(place, None if is_all else taken, params, lists, _are_uniform(tensors)))
             for key, values in zip(functional.keys, lists, strict=True):

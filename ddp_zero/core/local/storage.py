@@ -127,7 +127,8 @@ class ViewStorage:
         self._flats: list[list[_FlatSegment]] = []
         for bucket in plan.buckets:
             if bucket.is_even:  # one collective gathers its segments in place
-                starts, end = bucket.starts, sum(bucket.sizes)
+                starts = bucket.starts
+                end = sum(bucket.sizes)
                 pairs = [(list(bucket.segments), Block(list(starts), params, [*starts.values(), end]))]
             else:
                 pairs = [(segments, Block(indices, params)) for segments, indices in _connected_segments(bucket)]
@@ -272,7 +273,8 @@ class PackedStorage:
         """The segment tensors: windows of one memory if they are even, as one collective gathers them in place."""
         if not bucket.segments[0].is_even:
             return [self._recv_buffer_for(segment) for segment in bucket.segments]
-        like, numel = self._params[bucket.segments[0].params[0]], bucket.segments[0].numel
+        like = self._params[bucket.segments[0].params[0]]
+        numel = bucket.segments[0].numel
         recv_buffer = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
         return list(recv_buffer.split(numel))
 

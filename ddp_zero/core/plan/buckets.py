@@ -90,8 +90,10 @@ class BufferBytes(NamedTuple):
     @classmethod
     def of(cls, needs: Sequence[tuple[int, int]]) -> "BufferBytes":
         """For buckets in the order of the plan: bytes of the gradients of each, and to receive into."""
-        sizes, received = [nbytes for nbytes, _ in needs], [aligned(nbytes) for _, nbytes in needs]
-        turns, pairs = scratch_turns(sizes), [0, *map(sum, pairwise(received))][: len(needs)]
+        sizes = [nbytes for nbytes, _ in needs]
+        turns = scratch_turns(sizes)
+        received = [aligned(nbytes) for _, nbytes in needs]
+        pairs = [0, *map(sum, pairwise(received))][: len(needs)]  # of a bucket and the bucket before
         room = max([0, *received, *(pair for pair in pairs if pair <= EARLY_BYTES)])
         places = [0 if place % 2 else room - nbytes for place, nbytes in enumerate(received)]  # at either end in turn
         return cls(turns, scratch_bytes(sizes, turns), room, places, [pair <= room for pair in pairs])

@@ -81,7 +81,8 @@ class CutParameters(Partition):
 
     def bucket(self, owned: Ownership, params: Sequence[int], index: int = 0) -> Bucket:
         """Segments are end to end if their pieces were cut in a different bucket, or are not even."""
-        bucket, active = bucket_of(owned, params, index), owned.active(params)
+        bucket = bucket_of(owned, params, index)
+        active = owned.active(params)
         numels = [owned.specs[param].numel for param in active]
         even = _EvenParts.of(numels, owned.world_size) if self._is_native else None
         if even is None or even.pieces != [owned.pieces[param] for param in active]:

@@ -84,7 +84,8 @@ def partition_by_cost(
     heap = [(loads.costs[rank], loads.nbytes[rank], rank) for rank in allowed]
     heapq.heapify(heap)
     for place in sorted(range(len(items)), key=turn):
-        one, full = items[place], list[tuple[int, int, int]]()
+        one = items[place]
+        full = list[tuple[int, int, int]]()
         while heap and (not one.cost or heap[0][1] + one.nbytes > limit):
             full.append(heapq.heappop(heap))
         if heap:

@@ -191,14 +191,16 @@ class ShardPlan(Ownership):
         bucket_of.update(dict.fromkeys(found, bucket.index))
         for segment in bucket.segments:
             for param, held in zip(segment.params, segment.ranges, strict=True):
-                spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
+                spec = self.specs[param]
+                piece = piece_of(self.pieces[param], segment.owner)
                 where = f"parameter {param} in bucket {bucket.index}, rank {segment.owner}"
                 expected = None if piece is None else (piece.start, piece.stop)
                 assert held == expected, f"{where}: {held} of {self.pieces[param]}"
                 assert (spec.kind, spec.active) == (bucket.kind, True), f"{where} of {bucket.kind}: {spec}"
 
     def _check_even(self, bucket: Bucket, segment: Segment) -> None:
-        starts, ends = segment.offsets, [0, *segment.ends]
+        starts = segment.offsets
+        ends = [0, *segment.ends]
         overlaps = any(start < end for start, end in zip((*starts, segment.numel), ends, strict=True))
         lengths = [one.numel for one in bucket.segments]
         where = f"bucket {bucket.index}, rank {segment.owner}"

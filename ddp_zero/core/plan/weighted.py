@@ -151,7 +151,8 @@ class WeightedParameters(Partition):
         held = [0] * ranks
         for param in uncut:
             held[home(dealing.pieces[param])] += specs[param].numel
-        numels, holders = [specs[one].numel for one in spine], range(first, ranks)
+        numels = [specs[one].numel for one in spine]
+        holders = range(first, ranks)
         shares = _level([held[rank] for rank in holders], sum(numels))
         for param, parts in zip(spine, cut_at(numels, [0, *accumulate(shares)], holders), strict=True):
             dealing.give(param, parts)
@@ -189,7 +190,8 @@ class _Dealing:
 
         A bucket is as slow as its largest segment.
         """
-        specs, free = self._specs, set(params)
+        specs = self._specs
+        free = set(params)
         bucket_of_param = {param: position for position, bucket in enumerate(layout) for param in bucket}
         held = [[0] * self.owned.world_size for _ in layout]
         alike: dict[tuple[int, int, str], list[int]] = {}
@@ -228,7 +230,8 @@ def _level(held: Sequence[int], amount: int) -> list[int]:
     filled, below = 0, 0
     for count, place in enumerate(order, start=1):
         below += held[place]
-        filled, level = count, (below + amount) // count
+        filled = count
+        level = (below + amount) // count
         if count == len(order) or level <= held[order[count]]:
             break
     shares = [0] * len(held)

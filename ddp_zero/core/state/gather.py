@@ -124,7 +124,8 @@ def _owned_pieces(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
     Initial masters are left out: the receiver makes them from its parameters.
     """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
-    owned, stepped = shard.binding.owned_parts(), shard.targets
+    owned = shard.binding.owned_parts()
+    stepped = shard.targets
     is_fresh = stepped.masters.are_initial
     for index, state in with_masters(values, stepped).items():
         if index not in owned:
@@ -209,7 +210,8 @@ class OnDemandGather:
         """Request and receive a rank's pieces, of these parts of parameters."""
         shard, comm = self._shard, self._shard.comm
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
-        pieces, device = list[Piece](), shard.table.accelerator()
+        pieces = list[Piece]()
+        device = shard.table.accelerator()
         if "connection" in final:
             with self._listener.connection_to(key, self._time_out) as connection:
                 while "piece" in (final := receive_frame(connection)):

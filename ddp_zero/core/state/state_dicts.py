@@ -105,7 +105,9 @@ class _ByParameter(MutableMapping[Any, Any]):
             shard.inner_state[key] = value
 
     def _write(self, shard: Shard, index: int, value: Any) -> None:
-        table, stepped, part = shard.table, shard.targets[index], shard.targets.part(index)
+        table = shard.table
+        stepped = shard.targets[index]
+        part = shard.targets.part(index)
         kind = type(suboptimizer_for(shard.inner, shard.param_groups[table.groups[index]]))
         check_state(value, table, index, kind, part, "Give it in the shape of the whole, on every rank.")
         shard.order.has_initial_state = False  # also for a parameter that a different rank steps
@@ -217,7 +219,8 @@ class StateDicts:
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale. [ZERO-602]"
             )
-        owned, params = self.owned_state(), shard.table.params
+        owned = self.owned_state()
+        params = shard.table.params
         if shard.targets.are_parameters:
             return shard.order.sort(shard.inner_state)
         of_no_parameter = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
@@ -390,7 +393,8 @@ class StateDicts:
         comm.all_gather_text(text)
         with Agreement(comm, _LOADING):
             pass
-        holdings, states = self._gather_holdings(), prepared.state_dict["state"]
+        holdings = self._gather_holdings()
+        states = prepared.state_dict["state"]
         index_of = _index_of_id(prepared.state_dict)
         rest = {key: value for key, value in states.items() if key not in index_of}
         # one peer after the other, blocking: a peer holds one state at a time, and this rank never copies all of them
@@ -414,7 +418,9 @@ class StateDicts:
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
             rehearse_load(shard.inner, expected.local)
-        holdings, index_of, stepped = self._gather_holdings()[comm.group_rank], _index_of_id(structure), shard.targets
+        holdings = self._gather_holdings()[comm.group_rank]
+        index_of = _index_of_id(structure)
+        stepped = shard.targets
         with shard.changing_state():
             shard.drop_state()
             received = comm.receive_tree(sender, device)
@@ -470,7 +476,8 @@ class StateDicts:
         """Add the state that the first step would create, for each owned parameter that has none."""
         shard = self._shard
         for index in shard.binding.owned():
-            stepped, of_whole = shard.targets[index], shard.table.wholes.get(index)
+            stepped = shard.targets[index]
+            of_whole = shard.table.wholes.get(index)
             is_here = of_whole is None or of_whole.is_here
             if is_here and shard.table.params[index].requires_grad and not shard.inner_state.get(stepped):
                 fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
@@ -717,7 +724,9 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
                 f"Expected a list of parameter ids {where}, got no 'params'. Pass the result of opt.state_dict() with "
                 "all of its keys. [ZERO-604]"
             )
-        count, names, expected = len(saved["params"]), saved.get("param_names", saved["params"]), len(group["params"])
+        count = len(saved["params"])
+        names = saved.get("param_names", saved["params"])
+        expected = len(group["params"])
         if len(names) != count:
             raise ValueError(
                 f"Expected a name for each of {count} parameters {where}, got {len(names)}. Leave 'param_names' out of "

@@ -72,7 +72,8 @@ class _BeforeForward:
     def _before(self, module: nn.Module, will_be_compiled: bool) -> None:
         if will_be_compiled:  # DDP itself is not compiled, parts of its module are
             self._is_being_compiled()
-        shard, is_evaluation = self._shard(), not (module.training and torch.is_grad_enabled())
+        shard = self._shard()
+        is_evaluation = not (module.training and torch.is_grad_enabled())
         if shard is not None and (is_evaluation or _is_ddp_of_compiled_parts(module)):
             shard.pending_syncs.complete()
 
@@ -94,7 +95,9 @@ def _at_compile_time(reference: Callable[[], Shard | None]) -> Callable[[], None
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
     """True if a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
     level: list[Any] = [module] if isinstance(module, DistributedDataParallel) else []
-    parts_of, compiled, values = attrgetter("_modules"), attrgetter("_compiled_call_impl"), methodcaller("values")
+    parts_of = attrgetter("_modules")
+    compiled = attrgetter("_compiled_call_impl")
+    values = methodcaller("values")
     while level:
         parts = [*map(parts_of, level)]
         if any(map(contains, parts, repeat("_orig_mod"))) or any(map(is_not, map(compiled, level), repeat(None))):

@@ -224,7 +224,8 @@ def _combine_parts(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], n
         known = torch.stack([*parts]).view(-1, num)
         is_there = known != _NO_GRADIENT
         norms = torch.where(is_there, known, 0.0)
-        is_whole, norm = is_there.sum(1) == 1, torch.linalg.vector_norm(norms, norm_type, dim=1)
+        is_whole = is_there.sum(1) == 1
+        norm = torch.linalg.vector_norm(norms, norm_type, dim=1)
         whole = torch.where(is_whole, norms.amax(1), norm).unbind()
         deque(map(found.__setitem__, members, whole), maxlen=0)
     return found

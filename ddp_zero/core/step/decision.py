@@ -97,7 +97,8 @@ class AmpState:
         for grad in grads:
             alike.setdefault((grad.device, grad.dtype), []).append(grad)
         for (device, _), members in alike.items():
-            found, inverse = torch.zeros(1, device=device), self.inverse.to(device)
+            found = torch.zeros(1, device=device)
+            inverse = self.inverse.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
 
 
@@ -443,7 +444,8 @@ class Decision:
         limits, amp = inspection.limits, inspection.context.amp
         if not limits:
             return _Verdict(bool(stats.flag), may_be_overflow=amp is None)
-        norm, coefficients = stats.totals[WHOLE], dict[int, Tensor]()
+        norm = stats.totals[WHOLE]
+        coefficients = dict[int, Tensor]()
         assert norm is not None, "the norm of no gradients is 0"
         for key, (limit, members) in limits.items():
             if (total := stats.totals[key]) is not None:
@@ -468,7 +470,8 @@ class Decision:
         shard, norm_type, wholes = self._shard, self.options.norm_type, source.wholes
         sources = dict.fromkeys(owned, source)
         if wholes is not None:
-            edited, pieces = self.owned_edits.edited_indices(shard.table), shard.binding.pieces
+            edited = self.owned_edits.edited_indices(shard.table)
+            pieces = shard.binding.pieces
             sources = {
                 index: source if index in edited else wholes
                 for index in owned
@@ -479,7 +482,8 @@ class Decision:
             if wholes is not None:
                 grads = {i: owned[i] if own is source else _require(own.gradient(i)) for i, own in sources.items()}
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
-        factors, gradient = GradientFactors(inverse), shard.targets.gradient
+        factors = GradientFactors(inverse)
+        gradient = shard.targets.gradient
         scaled = ((index, factors.apply(index, _require(gradient(index, own)))) for index, own in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 

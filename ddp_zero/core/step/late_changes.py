@@ -90,7 +90,8 @@ class LateChanges:
             self._kept_gradients = (
                 {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
             )
-            self._params, self._noted_indices = [*map(params.__getitem__, kinds.noted)], kinds.noted_set
+            self._params = [*map(params.__getitem__, kinds.noted)]
+            self._noted_indices = kinds.noted_set
             self._marks = self._current_marks()
             self._sums = self._current_sums()
             held = dict(zip(kinds.held, map(grads.__getitem__, kinds.held), strict=True)) if reads_gradients else {}
@@ -155,7 +156,8 @@ class LateChanges:
         Does nothing if the comparison has not been copied to the host yet.
         """
         if self._verdict is not None and self._verdict[1].query():
-            differs, self._verdict = bool(self._verdict[0].item()), None
+            differs = bool(self._verdict[0].item())
+            self._verdict = None
             if differs:
                 raise self._too_late("the values of a parameter or a gradient, in the iteration before")
 
@@ -234,7 +236,8 @@ class LateChanges:
             if options.are_same(group):
                 continue
             for key in _changed_keys(noted, group):
-                before, now = noted[key].held if key in noted else "nothing", group.get(key, "nothing")
+                before = noted[key].held if key in noted else "nothing"
+                now = group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
 
@@ -341,7 +344,8 @@ class _GradientMarks:
 
     def first_changed(self, params: Sequence[Tensor]) -> int | None:
         """The first parameter whose gradient was replaced, dropped, added, zeroed or changed in place, or None."""
-        kinds, grads = self._kinds, [*map(_GRAD, params)]
+        kinds = self._kinds
+        grads = [*map(_GRAD, params)]
         if (
             [*map(type, grads)] == kinds.types
             and not any(map(is_not, map(grads.__getitem__, kinds.absent), self._absent))

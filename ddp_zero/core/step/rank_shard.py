@@ -201,7 +201,8 @@ class Binding:
 
     def sole_owner(self, index: int) -> GroupRank:
         """The owner of a whole parameter; ValueError if the parameter is cut."""
-        pieces, name = self.pieces[index], self._comm.name
+        pieces = self.pieces[index]
+        name = self._comm.name
         if is_cut(pieces):
             shared = ", ".join(f"{name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
             raise ValueError(
@@ -370,7 +371,8 @@ class Shard:
     def copy_for(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "Shard":
         """A shard for copies of both optimizers, over the copied parameters."""
         table = ParameterTable(exposed.param_groups, self.table.hints_of, self.table.norm_order)
-        targets, binding = self.targets.copy_for(table, memo), self.binding.for_table(table)
+        targets = self.targets.copy_for(table, memo)
+        binding = self.binding.for_table(table)
         order = copy.deepcopy(self.order, memo)
         return Shard(self.ranks, table, binding, inner, exposed, targets, order, self._strides)
 

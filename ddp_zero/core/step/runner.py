@@ -125,7 +125,8 @@ class StepRunner:
         bound = shard.buckets, shard.sync, shard.trace.is_profiling()
         if not (self._bound and all(map(is_, bound, self._bound))):
             acts = chain.from_iterable(self.acts(place) for place in range(len(shard.buckets)))
-            self._step_all, self._bound = shard.trace.sequence(acts), bound
+            self._step_all = shard.trace.sequence(acts)
+            self._bound = bound
         with local_step.with_kwargs(kwargs) if kwargs else nullcontext():
             try:
                 with torch.no_grad() if local_step.lists.may_step else nullcontext():  # once, not per bucket
@@ -315,7 +316,8 @@ class StepRunner:
 
     def _warn_if_unsavable(self) -> None:
         """Warn once of a state that cannot be saved, as soon as a step has created it."""
-        shard, (keys, self._new_states) = self.shard, (self._new_states, [])
+        shard = self.shard
+        keys, self._new_states = self._new_states, []
         for key in filter(shard.inner_state.__contains__, keys):
             try:
                 flatten_state(shard.inner_state[key], partial(shard.table.label, shard.targets.index_of(key)))

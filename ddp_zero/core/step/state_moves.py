@@ -30,7 +30,8 @@ def agree_on_moves(
     Returns whether there is any state or master to move. Raises TypeError naming a parameter whose state cannot be
     sent; RuntimeError on other ranks.
     """
-    changes, mine = _changes(before, after), parts_of(before, ranks.shard.group_rank)
+    changes = _changes(before, after)
+    mine = parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         for index in changes:
@@ -59,7 +60,9 @@ def migrate_state(
     me = comm.group_rank
     old, new = parts_of(before, me), parts_of(after, me)
     for index in _changes(before, after):
-        param, have, want = table.params[index], old.get(index), new.get(index)
+        param = table.params[index]
+        have = old.get(index)
+        want = new.get(index)
         if (index in old, have) == (index in new, want):
             continue
         mine = _MovedState.remove_from(state, order, targets, index) if index in old else None
@@ -93,7 +96,8 @@ class _MovedState:
 
     @classmethod
     def remove_from(cls, state: State, order: StateOrder, targets: StepTargets, index: int) -> "_MovedState":
-        key, master = targets[index], targets.release(index)
+        key = targets[index]
+        master = targets.release(index)
         is_there = key in state
         master = None if master is None else master.detach()
         return cls(master, order.pop(key) if is_there else None, state.pop(key) if is_there else None)

@@ -293,7 +293,9 @@ def _section(path: str, document: Mapping[str, Any]) -> Section | None:
         raise ConfigError(f"- {path}: expected a block, got {block!r} [ZERO-702]")
     if path in ("optimizer", "scheduler") and not block:
         return None
-    given, values, wrong = block or {}, dict[str, Any](), list[str]()
+    given = block or {}
+    values = dict[str, Any]()
+    wrong = list[str]()
     for row in TABLE.values():
         around, _, name = row.path.rpartition(".")
         if around == path and row.rule is not None:

@@ -107,7 +107,9 @@ def _has_entered(record: Record | None, collective: Collective) -> bool:
 
 def _ends_of_chains(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
     """Ranks at the ends of this rank's chains of waiting, which wait for none themselves."""
-    seen, waiting, ends = {rank}, [rank], set[int]()
+    seen = {rank}
+    waiting = [rank]
+    ends = set[int]()
     while waiting:
         for peer in awaited[waiting.pop()] - seen:
             seen.add(peer)

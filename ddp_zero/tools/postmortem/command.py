@@ -30,7 +30,8 @@ def report(records: Sequence[Record], num_events: int = 0, with_stacks: bool = F
     verdict = blame(records)
     by_rank = {record.rank: record for record in records}
     members = sorted(by_rank | dict.fromkeys(verdict.silent))
-    first, last = min(record.written for record in records), max(record.written for record in records)
+    first = min(record.written for record in records)
+    last = max(record.written for record in records)
     lines = [
         f"{len(records)} of {len(members)} ranks have left a record, attempt {records[0].attempt}, "
         f"written {_clock(first)} to {_clock(last)}"

@@ -100,7 +100,8 @@ def read(path: Path) -> Record:
         content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
             raise ValueError(f"version {content['version']!r:.20} [ZERO-907]")
-        events, collectives = _of_rows(Event, content["events"]), content["collectives"]
+        events = _of_rows(Event, content["events"])
+        collectives = content["collectives"]
         if collectives is not None:
             collectives = _of_rows(Collective, collectives)
         hints = {name: hint for name, hint in get_type_hints(Record).items() if name not in ("events", "collectives")}
