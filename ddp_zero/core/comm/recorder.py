@@ -148,7 +148,8 @@ class Span:
             failure = [] if event is None else [Failure(name_of(event.peer))]
             shorter = Labels(recorder, labels.phases[: num + 1], labels.buckets[:num])
             # at once, or an interruption would leave a span whose times are not those of its labels
-            self.labels, self.log = shorter, [*log, *failure, ended]
+            self.labels = shorter
+            self.log = [*log, *failure, ended]
             recorder.unread.append(self)
         if event is not None:
             self._report(event, error)

@@ -202,7 +202,8 @@ class StateDicts:
     def _whole_state(self, others_may_step: Callable[[], bool]) -> State:
         shard = self._shard
         if shard.snapshot is not None:
-            now, before = _marks(shard.inner_state), self._gathered_from
+            now = _marks(shard.inner_state)
+            before = self._gathered_from
             if len(now) == len(before) and all(map(_is_unchanged, now, before)):
                 return shard.snapshot
             shard.snapshot = None
