@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.scratch_bucket import ScratchBucket
+from ddp_zero.core.ddp.preconditions import second_gradient
 from ddp_zero.core.ddp.reducer import windows_in_bucket
 from ddp_zero.core.ddp.used_parameters import UsedParameters
 from ddp_zero.core.local.compiler import never_compiled
@@ -81,12 +83,12 @@ class ForeignGradients:
 class BucketReducer(Protocol):
     """The part of a `PlannedReducer` that its buckets use."""
 
+    ddp: weakref.ref[DistributedDataParallel]
+    where: str
     users: UsedParameters
     refuse_sparse: Callable[[list[Tensor]], Exception]
 
     def bucket_is_full(self, bucket: "PlannedBucket | None") -> None: ...
-
-    def accumulated_twice(self, param: Tensor) -> RuntimeError: ...
 
     def join(self, bucket: "PlannedBucket") -> Future[Any]: ...
 
@@ -217,7 +219,7 @@ class PlannedBucket:
     def _refuse_second(self, place: int) -> None:
         reducer = self._reducer()
         if reducer is not None:
-            raise reducer.accumulated_twice(self.params[place])
+            raise second_gradient(reducer.ddp(), self.params[place], reducer.where)
 
     def take(self, place: int, grad: Tensor | None) -> None:
         """Copy one gradient into the scratch; it leaves ``param.grad``."""

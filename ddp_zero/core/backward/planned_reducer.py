@@ -71,6 +71,7 @@ class PlannedReducer:
 
     Attributes:
         ddp: returns the model, or None once it is gone.
+        where: this rank's name in messages.
         params: the parameters that DDP reduces.
         left: the parameters that lacked a gradient when `abandon` ended the pass; None: no pass was abandoned.
         buckets: the plan's, and behind them buckets of parameters without an optimizer.
@@ -92,7 +93,7 @@ class PlannedReducer:
     ) -> None:
         self.buckets: list[PlannedBucket] = []
         self.ddp = weakref.ref(ddp)
-        self._where, self.joined_message = where, None
+        self.where, self.joined_message = where, None
         self._before_pass = before_pass
         self.refuse_sparse = refuse_sparse
         # ``param.grad`` shows DDP's bucket as soon as a gradient lands there, which divides it; else the average alone
@@ -194,7 +195,7 @@ class PlannedReducer:
         first = f", and none of {names[missing[0]]!r}" if missing and missing[0] in names else ""
         raise RuntimeError(
             f"Expected gradients of all {len(self.params)} parameters in the last backward pass, got "
-            f"{len(self.params) - len(missing)}{first} ({self._where}): gradients were not averaged. If a "
+            f"{len(self.params) - len(missing)}{first} ({self.where}): gradients were not averaged. If a "
             "parameter is not used, wrap the model with find_unused_parameters=True, or freeze it before wrapping. If "
             "an exception has interrupted backward, wrap the module again, and call opt.reset() and opt.attach(model). "
             "[ZERO-301]"
@@ -343,7 +344,7 @@ class PlannedReducer:
     def _find_hook(self) -> tuple[Callable[[Any, Any], Any], Any]:
         ddp = self.ddp()
         if ddp is None:
-            raise gradients_of_dropped(self._where)
+            raise gradients_of_dropped(self.where)
         # for one pass: kept, it would be a cycle that holds the process group until the garbage collector runs
         hook, state = registered_hook(ddp, self._hook_place)
         self._hook = found = hook.without_place(state) if isinstance(hook, RegisteredHook) else (hook, state)
@@ -420,7 +421,7 @@ class PlannedReducer:
         elif self._fills_by_autograd or self.is_learning:
             raise RuntimeError(
                 "Expected one reducer in a backward pass, got DDP's own besides stage 2's "
-                f"({self._where}): a reference to ddp.reducer was kept from before the optimizer was built, "
+                f"({self.where}): a reference to ddp.reducer was kept from before the optimizer was built, "
                 "and prepare_for_backward() called on it in a pass that DDP's forward pass has prepared already. Leave "
                 "out that call. [ZERO-301]"
             )
@@ -434,17 +435,6 @@ class PlannedReducer:
         published: Future[Any] = Future()
         published.set_result(bucket.buffer())
         return published
-
-    def accumulated_twice(self, param: Tensor) -> RuntimeError:
-        """The error for a gradient that arrives again in the same pass."""
-        ddp = self.ddp()
-        names = {} if ddp is None else {one: name for name, one in in_buckets(ddp)}
-        return RuntimeError(
-            f"Expected one gradient of {names.get(param, 'a parameter')!r} in a backward pass, got two "
-            f"({self._where}), as with reentrant checkpoints over shared parameters: its bucket is already "
-            "being averaged. Use checkpoint(..., use_reentrant=False), or static_graph=True if every iteration uses "
-            "the same parameters. [ZERO-301]"
-        )
 
     def _expect(self, listens: bool, learns: bool = False) -> None:
         if self.has_begun:  # the last pass has not filled its buckets

@@ -207,3 +207,14 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
         f"Expected dense gradients, got a sparse gradient of {', '.join(names) or 'a parameter of another optimizer'}. "
         "Build the layer with sparse=False. [ZERO-110]"
     )
+
+
+def second_gradient(ddp: DistributedDataParallel | None, param: Tensor, where: str) -> RuntimeError:
+    """The error for a gradient that arrives again in the same pass."""
+    names = {} if ddp is None else {member: name for name, member in in_buckets(ddp)}
+    return RuntimeError(
+        f"Expected one gradient of {names.get(param, 'a parameter')!r} in a backward pass, got two ({where}), as with "
+        "reentrant checkpoints over shared parameters: its bucket is already being averaged. Use "
+        "checkpoint(..., use_reentrant=False), or static_graph=True if every iteration uses the same parameters. "
+        "[ZERO-301]"
+    )
