@@ -19,7 +19,8 @@ class RunningOn:
     """A context in which work is issued on a stream, after everything issued on the current one so far."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self._stream, self._issued = stream, torch.Event(stream.device)
+        self._stream = stream
+        self._index = stream.device.index
         self._thread = self._nested = 0  # the thread that is within it, and how often once more
 
     def __enter__(self) -> None:
@@ -27,9 +28,9 @@ class RunningOn:
         if self._thread == thread:
             self._nested += 1
             return
-        # gradients that backward has issued so far must be written before this stream reads them
-        self._issued.record()
-        self._stream.wait_event(self._issued)
+        # gradients that backward has issued so far must be written before this stream reads them. The stream that is
+        # current on *this* device: an event's own `record()` takes the current device, which may be another one
+        self._stream.wait_stream(torch.accelerator.current_stream(self._index))
         self._stream.__enter__()
         # last: where a signal interrupts this before, torch refuses to enter the stream again, instead of a race
         self._thread = thread
@@ -69,13 +70,13 @@ class SideStream:
         if device.type in _WITHOUT_STREAMS:
             return _NOTHING
         if device not in self._running:
-            self._running[device] = RunningOn(self._stream(device))
+            self._running[device] = RunningOn(self.stream(device))
         return self._running[device]
 
     def record_use(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with its work."""
         if tensor.device.type not in _WITHOUT_STREAMS:
-            tensor.record_stream(self._stream(tensor.device))
+            tensor.record_stream(self.stream(tensor.device))
 
     def join(self) -> None:
         """Make the current streams wait for the side streams; the host does not wait."""
@@ -83,7 +84,8 @@ class SideStream:
             # an order between streams only; memory freed from now on is safe by rule 3
             torch.accelerator.current_stream(device).wait_stream(stream)
 
-    def _stream(self, device: torch.device) -> torch.Stream:
+    def stream(self, device: torch.device) -> torch.Stream:
+        """The side stream of an accelerator."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
@@ -106,22 +108,23 @@ class Buffer:
         self.has_streams = device.type not in _WITHOUT_STREAMS
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         side.record_use(self.memory)  # now, so that it may be dropped at any time
-        if self.has_streams:
-            self._last_use = torch.Event(device)
+        self._device = device
+        self._side = side
+        self._last_use: torch.Event | None = None
 
     def lend(self) -> None:
         """From now on a bucket uses it, on the current stream; its content is arbitrary."""
         self.is_lent = True
-        if self.has_streams:
+        if self._last_use is not None:
             # the borrower's stream, not the host: the last reader may still have the buffer in its queue
-            self._last_use.wait()
+            torch.accelerator.current_stream(self._device.index).wait_event(self._last_use)
 
     def give_back(self) -> None:
         """All work that uses it has been issued; called on the side stream, which is behind the current stream."""
         self.is_lent = False
         if self.has_streams:
             # behind all that the current stream has written there: this stream waited for it when it was entered
-            self._last_use.record()
+            self._last_use = self._side.stream(self._device).record_event(self._last_use)
 
     def rest(self) -> None:
         """Give back its pages; nobody writes to it before it is lent, or pointed at, again."""

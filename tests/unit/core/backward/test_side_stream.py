@@ -8,7 +8,7 @@ import torch
 
 from ddp_zero.core.backward.scratch_buffers import Buffer, SideStream, memory_of
 
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 3)
 
 
 class Stream:
@@ -31,24 +31,11 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: "Event") -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
 
-
-class Event:
-    """Is recorded on the current stream, which it makes wait."""
-
-    name = ""
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-    def record(self) -> None:
-        self.name = f"an event of {Stream.current.name}"
-
-    def wait(self) -> None:
-        if self.name:
-            Stream.current.wait_event(self)
+    def record_event(self, event: str | None) -> str:
+        return f"an event of {self.name}"
 
 
 class Memory:
@@ -64,13 +51,17 @@ class Memory:
         self.log.append(f"kept for {stream.name}")
 
 
+def _current_stream(device: Any = None) -> Stream:
+    assert device in (DEVICE, DEVICE.index), "not of the current device, which need not be the parameters'"
+    return Stream.current
+
+
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     Stream.log = []
     Stream.current = Stream(DEVICE, "main")
     monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream.current)
+    monkeypatch.setattr(torch.accelerator, "current_stream", _current_stream)
     monkeypatch.setattr(torch, "empty", lambda numel, **_: Memory(numel, Stream.log))
     return Stream.log
 
@@ -80,7 +71,7 @@ def test_work_on_the_side_stream_comes_after_the_work_before_it_and_is_joined(lo
     with side.running(DEVICE):
         assert Stream.current.name == "side"
     side.join()
-    assert log == ["side waits for an event of main", "enter side", "exit side", "main waits for side"]
+    assert log == ["side waits for main", "enter side", "exit side", "main waits for side"]
 
 
 def test_nested_contexts_enter_once_and_leave_once(log: list[Any]) -> None:
@@ -91,7 +82,7 @@ def test_nested_contexts_enter_once_and_leave_once(log: list[Any]) -> None:
                 assert Stream.current.name == "side"
             assert Stream.current.name == "side", "left by the outer one only"
         assert Stream.current.name == "main"
-    assert log == ["side waits for an event of main", "enter side", "exit side"] * 2
+    assert log == ["side waits for main", "enter side", "exit side"] * 2
 
 
 def test_a_context_is_left_after_an_error_too(log: list[Any]) -> None:
@@ -120,7 +111,7 @@ def test_a_stream_that_an_exception_has_left_entered_is_not_taken_for_a_nested_c
     thread = Thread(target=running.__enter__)
     thread.start()
     thread.join()
-    assert log == ["side waits for an event of side", "enter side"], "torch refuses to enter it again"
+    assert log == ["side waits for side", "enter side"], "torch refuses to enter it again"
 
 
 def test_a_buffer_is_lent_again_once_both_streams_have_done_with_it(log: list[Any]) -> None:
@@ -133,7 +124,7 @@ def test_a_buffer_is_lent_again_once_both_streams_have_done_with_it(log: list[An
     with side.running(DEVICE):
         buffer.give_back()
     buffer.lend()
-    assert log == ["side waits for an event of main", "enter side", "exit side", "main waits for an event of side"]
+    assert log == ["side waits for main", "enter side", "exit side", "main waits for an event of side"]
 
 
 def test_buckets_of_different_devices_have_scratches_of_their_own(log: list[Any]) -> None:
