@@ -181,7 +181,7 @@ def delay_side_stream() -> None:
     running = SideStream.running
 
     def late(side: SideStream, device: torch.device) -> AbstractContextManager[object]:
-        return _Late(side._stream(device)) if device.type == "cuda" else running(side, device)
+        return _Late(side.stream(device)) if device.type == "cuda" else running(side, device)
 
     SideStream.running = late  # type: ignore[method-assign, assignment]
 

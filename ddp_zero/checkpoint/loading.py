@@ -226,7 +226,9 @@ class Restore:
                 optimizer.table.params[index],
                 self._targets[index].part,
             )
-        groups = [{**group, **restore(fill(group_options(group), StoredTensor, fill_with))} for group in self._groups]
+        groups = [dict(group) for group in self._groups]
+        for group in groups:
+            group.update(restore(fill(group_options(group), StoredTensor, fill_with)))
         scale = self._saved.shared.loss_scale
         rest = {} if scale is None else {"loss_scale": scale}
         others = restore(fill(self._other_state, StoredTensor, fill_with))

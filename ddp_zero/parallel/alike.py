@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm import Agreement, Communicator, options_differ
+from ddp_zero.core.comm import Agreement, Communicator, difference_in_options
 from ddp_zero.core.local import CLASS_KEY, ParamGroup, digest_of, parameters_of, sample_values, written
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
@@ -168,7 +168,7 @@ class Comparison:
                     name = next((name for name in mine | own if mine.get(name) != own.get(name)), None)
                     if name is not None:
                         values = mine.get(name, "none"), own.get(name, "none")
-                        message = options_differ(position, name, *zip(values, who, strict=True))
+                        message = difference_in_options(position, name, *zip(values, who, strict=True))
                         return GroupRank(rank), message
                 for label, state in trained.items():
                     if (other := others_trained.get(label, state)) != state:

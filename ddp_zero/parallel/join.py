@@ -120,11 +120,11 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
             )
         if len(groups) > 1:
             ties += map(list, zip(*groups, strict=True))
-    return unite(ties)
+    return connected_sets(ties)
 
 
-def unite(ties: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Sets of places, those that share one united."""
+def connected_sets(ties: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The connected components of places, where each tie connects its places; sorted."""
     found: list[set[int]] = []
     for tie in ties:
         touched = [one for one in found if not one.isdisjoint(tie)]

@@ -133,6 +133,7 @@ class GlobalErrorCheck:
         stated: object = None,
         alike: Alike | None = None,
     ) -> None:
+        """Raise on every rank if any has failed; for the arguments see `check`."""
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
         if is_own:
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ from ddp_zero.options import Offload
 from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
 from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
-from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, refuse, ties_of, unite
+from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, connected_sets, refuse, ties_of
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, NormLevel, OtherMembers
 from ddp_zero.parallel.members import (
     Axes,
@@ -704,7 +704,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             refuse(self._members, model, is_piped, kwargs)
             own = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
         ties = [tie for text in all_gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
-        peers = PeersUnderJoin(self._comms, unite(ties), counts)
+        peers = PeersUnderJoin(self._comms, connected_sets(ties), counts)
         join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
         self._join = weakref.ref(join)
         self._leaves_out_joined = counts

@@ -66,8 +66,8 @@ class LiveModel:
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
         given = self._given.items()
-        first = dict.fromkeys(name for name, value in given if holds_tensor(name, value) and value.requires_grad)
-        return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
+        names = {name: None for name, value in given if holds_tensor(name, value) and value.requires_grad}
+        return [*names, *(alias for alias, name in self.aliases.items() if name in names)]
 
     def values(self) -> dict[str, Value]:
         """Shape and dtype under every name, aliases included."""

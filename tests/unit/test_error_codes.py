@@ -71,12 +71,12 @@ INTERNAL = {
     "core/backward/bucket_gradients.py:whole": "an abstract method",
     "core/comm/tracing.py:warn": "the message of its caller",
     "core/backward/hook.py:_report_unconfirmed": "the message of `check_confirmed`, where nothing can be raised",
-    "core/backward/hook.py:_finish_backward": "the message of a `why_refuse`, whose returns are followed elsewhere",
+    "core/backward/hook.py:_finish_backward": "a message of `reason_to_refuse`, whose returns are followed elsewhere",
     "core/engine/shardable.py:check_unknown": "the kept message of an earlier `check_shardable`",
 }
 """Functions whose messages are built elsewhere, or seen by no user by themselves, and the reason."""
 
-BUILDERS = {"why_refuse", "options_differ", "_trains_elsewhere"}
+BUILDERS = {"reason_to_refuse", "difference_in_options", "_trains_elsewhere"}
 """Methods that return a message, or None, for a caller in a different file to raise."""
 
 

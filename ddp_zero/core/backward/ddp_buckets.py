@@ -25,7 +25,7 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp, sum_as_ddp
 from ddp_zero.core.comm.missing import name_missing_ranks
 from ddp_zero.core.comm.recorder import Label
-from ddp_zero.core.ddp.preconditions import sparse_gradient
+from ddp_zero.core.ddp.preconditions import sparse_gradient_error
 from ddp_zero.core.ddp.reducer import (
     Window,
     finds_unused,
@@ -300,7 +300,7 @@ class DdpBuckets:
             NotImplementedError: for a sparse gradient.
         """
         if bucket.buffer().layout is not torch.strided:
-            raise sparse_gradient(self._shard.table, bucket.parameters())
+            raise sparse_gradient_error(self._shard.table, bucket.parameters())
         if not self._num_passes and (ddp := self._ddp_reference()) is not None and has_static_graph(ddp):
             return place_of_bucket(ddp, bucket, self._sizes)
         return bucket.index(), bucket.is_last()
@@ -375,7 +375,7 @@ class DdpBuckets:
         self._num_covered = num_covered
         return range(first, num_covered)
 
-    def order_of_pass(self, has_joins: bool) -> list[int] | None:
+    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
         """The buckets of the plan in the order in which they became full; None: not known yet, on any rank.
 
         Has DDP build its final buckets now, if it is to build any; a collective then. In the next forward pass it would
@@ -401,9 +401,9 @@ class DdpBuckets:
         every = self._shard.everyone.all_gather_ints(missing)
         self._left_out = {index for index, flags in enumerate(zip(*every, strict=True)) if any(flags)}
 
-    def why_refuse(self) -> str | None:
+    def reason_to_refuse(self) -> str | None:
         """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
-        return self._places.why_refuse()
+        return self._places.reason_to_refuse()
 
 
 class PlacesInBuckets:
@@ -438,7 +438,7 @@ class PlacesInBuckets:
             self._views = [grad for _, grad in found if grad is not None]
             self._addresses = [*map(Tensor.data_ptr, self._views)]
 
-    def why_refuse(self) -> str | None:
+    def reason_to_refuse(self) -> str | None:
         """The message of an error, if a gradient is not at the place that DDP expects; else None."""
         now = [*map(Tensor.data_ptr, self._views)]
         if now != self._addresses:

@@ -97,11 +97,11 @@ class Gradients(GradientSource):
 
     def put_in_order(self, has_joins: bool) -> None:
         """See `BucketPlan.put_in_order`. Ranks may have joined, which take no part."""
-        if self.plan.put_in_order(self.order_of_pass(has_joins)):
+        if self.plan.put_in_order(self.build_buckets_or_order(has_joins)):
             self.follow_plan()
 
     @abstractmethod
-    def order_of_pass(self, has_joins: bool) -> list[int] | None:
+    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
         """For `put_in_order`."""
 
     @abstractmethod
@@ -134,8 +134,8 @@ class Gradients(GradientSource):
         """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 
     @abstractmethod
-    def check_dropped(self) -> None:
-        """Check that no gradients are there that are on their owners alone; RuntimeError, naming one."""
+    def check_none_on_owners_alone(self) -> None:
+        """Before the optimizer leaves the model: RuntimeError if a gradient is on its owner alone."""
 
     @abstractmethod
     def detach(self) -> None:
@@ -201,8 +201,8 @@ class WholeGradients(Gradients):
     def close_joined(self) -> None:
         self.source.drop()
 
-    def order_of_pass(self, has_joins: bool) -> list[int] | None:
-        return self.source.order_of_pass(has_joins)
+    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
+        return self.source.build_buckets_or_order(has_joins)
 
     def left_local(self) -> tuple[bool, Mapping[int, int]]:
         return False, {}
@@ -225,7 +225,7 @@ class WholeGradients(Gradients):
     def drop_carried(self) -> None:
         """None are carried."""
 
-    def check_dropped(self) -> None:
+    def check_none_on_owners_alone(self) -> None:
         """Every rank has all of them."""
 
     def detach(self) -> None:

@@ -207,10 +207,10 @@ class OverlapHook:
         self._has_accumulated |= facts.is_frozen
         choice = choose(facts)
         # stage 2 copies gradients in any strides
-        wrong = None if self._ddp_buckets is None else self._ddp_buckets.why_refuse()
-        if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
-            wrong = self._shard.why_refuse()
-        self._choice = choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
+        refusal = None if self._ddp_buckets is None else self._ddp_buckets.reason_to_refuse()
+        if refusal is None and choice.regime is not Regime.REDUCE_ONLY:
+            refusal = self._shard.reason_to_refuse()
+        self._choice = choice if refusal is None else Choice(Regime.REDUCE_ONLY, refusal, is_refused=True)
         regime = self._choice.regime
         self._steps.begin(regime)
         self.gradients.source.steps_by_bucket = regime is Regime.OVERLAPPED
@@ -361,7 +361,7 @@ class OverlapHook:
                 f"Expected to be between two steps when an optimizer leaves its model ({self.machine.where}), got a "
                 "backward pass that was interrupted. Call opt.reset() first. [ZERO-309]"
             )
-        self.gradients.check_dropped()
+        self.gradients.check_none_on_owners_alone()
         self._shard.pending_syncs.complete()
         self.detach()
 

@@ -160,7 +160,7 @@ class PartitionedGradients(Gradients):
         self._buckets.end()
         self._visible.forget_taken()
 
-    def order_of_pass(self, has_joins: bool) -> list[int] | None:
+    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
         return None if has_joins else self.source.launch_order()
 
     # Between passes
@@ -226,8 +226,8 @@ class PartitionedGradients(Gradients):
         self._buckets.return_first_sums()
         self.is_idle = not self._buckets.started() and not self.source.has_begun
 
-    def check_dropped(self) -> None:
-        self._visible.check_dropped()
+    def check_none_on_owners_alone(self) -> None:
+        self._visible.check_none_on_owners_alone()
 
     def detach(self) -> None:
         """Give DDP its reducer back, and take the library's gradients out of ``param.grad``."""

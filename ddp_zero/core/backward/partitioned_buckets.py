@@ -26,7 +26,7 @@ from ddp_zero.core.backward.scratch_bucket import (
 )
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
 from ddp_zero.core.comm.recorder import Act
-from ddp_zero.core.ddp.preconditions import sparse_gradient
+from ddp_zero.core.ddp.preconditions import sparse_gradient_error
 from ddp_zero.core.ddp.reducer import finds_unused
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.weak_calls import weakly
@@ -65,7 +65,10 @@ class PartitionedBuckets:
         self._first_sums: int | None = None  # bytes of the first pass's sums that were not freed yet
         self._finds_unused = finds_unused(ddp)
         self.planned_reducer = PlannedReducer(
-            ddp, context.where, weakly(self._before_pass), lambda params: sparse_gradient(context.shard.table, params)
+            ddp,
+            context.where,
+            weakly(self._before_pass),
+            lambda params: sparse_gradient_error(context.shard.table, params),
         )
         self.follow_plan()
 

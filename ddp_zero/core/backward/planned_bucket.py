@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.scratch_bucket import ScratchBucket
-from ddp_zero.core.ddp.preconditions import second_gradient
+from ddp_zero.core.ddp.preconditions import second_gradient_error
 from ddp_zero.core.ddp.reducer import windows_in_bucket
 from ddp_zero.core.ddp.used_parameters import UsedParameters
 from ddp_zero.core.local.compiler import never_compiled
@@ -219,7 +219,7 @@ class PlannedBucket:
     def _refuse_second(self, place: int) -> None:
         reducer = self._reducer()
         if reducer is not None:
-            raise second_gradient(reducer.ddp(), self.params[place], reducer.where)
+            raise second_gradient_error(reducer.ddp(), self.params[place], reducer.where)
 
     def take(self, place: int, grad: Tensor | None) -> None:
         """Copy one gradient into the scratch; it leaves ``param.grad``."""

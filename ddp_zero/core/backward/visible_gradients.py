@@ -214,18 +214,18 @@ class VisibleGradients:
         grads = [*map(_GRAD, params)]
         for index, grad in compress(enumerate(grads), map(is_not, grads, repeat(None))):
             param = params[index]
-            shown = self._shown.get(index, 0)
+            flags = self._shown.get(index, 0)
+            is_average = flags & _AVERAGE
             if isinstance(grad, AbsentGradient) and grad.zeroed:
                 self.zeros[index] = grad
                 param.grad = None
                 continue
-            is_ours = shown & _AVERAGE
-            adds_to_local = shown & _MIXED or not will_be_reduced
-            if not isinstance(grad, AbsentGradient) and (not is_ours or (adds_to_local and not grad.any())):
+            adds_to_local = flags & _MIXED or not will_be_reduced
+            if not isinstance(grad, AbsentGradient) and (not is_average or (adds_to_local and not grad.any())):
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
             held = grad.part if isinstance(grad, AbsentGradient) else part_of(grad, param, self._parts.get(index))
-            if held is None or not shown & _AVERAGE:
+            if held is None or not is_average:
                 self._taken[index] = _HIDDEN
             else:
                 total = self.sums.of(held)
@@ -236,7 +236,7 @@ class VisibleGradients:
                 carried[index] = held if total is None else total
                 self._taken[index] = _CARRIED
             param.grad = None
-        self._clear()
+        self._forget_shown()
 
     def restore(self) -> None:
         """After a pass that was not reduced: put averages back into ``param.grad``, plus the gradients of that pass."""
@@ -282,9 +282,9 @@ class VisibleGradients:
     def forget_all(self) -> None:
         """Forget all gradients, which the user has dropped or zeroed: from now on ``param.grad`` is this rank's own."""
         self.forget_taken()
-        self._clear()
+        self._forget_shown()
 
-    def check_dropped(self) -> None:
+    def check_none_on_owners_alone(self) -> None:
         """Check that ``param.grad`` shows no average or its absence; RuntimeError, naming one."""
         for index, param in enumerate(self._shard.table.params):
             grad = param.grad
@@ -308,7 +308,7 @@ class VisibleGradients:
                 param.grad = None
         self.forget_all()
 
-    def _clear(self) -> None:
+    def _forget_shown(self) -> None:
         self._shown.clear()
         self.lost.clear()
         self._kept.clear()
@@ -555,6 +555,7 @@ class SummedGradients(WholeGradients):
         self._reduces = False
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        """This rank's part of the sum before it was rounded; None if it was not."""
         total = self.wholes.in_accumulation_dtype(index)
         return None if total is None else self._shard.targets.own_part(index, total)
 

@@ -3,7 +3,7 @@
 from ddp_zero.core.comm.communicator import Communicator, next_generation
 from ddp_zero.core.comm.control_group import connect, store_of_this_attempt
 from ddp_zero.core.comm.groups import Peers, all_gather_text_across
-from ddp_zero.core.comm.ranks import WHAT_NOW, Agreement, StepFailedElsewhereError, options_differ
+from ddp_zero.core.comm.ranks import WHAT_NOW, Agreement, StepFailedElsewhereError, difference_in_options
 from ddp_zero.core.comm.recorder import RECENT_SPANS, Interval, on_failure
 from ddp_zero.core.comm.reduction import average_in_place
 from ddp_zero.core.comm.serving import start_serving, watch_script_end
@@ -16,7 +16,7 @@ __all__ += [
     "Agreement",
     "Interval",
     "StepFailedElsewhereError",
+    "difference_in_options",
     "on_failure",
-    "options_differ",
 ]
 __all__ += ["average_in_place", "logger", "start_serving", "watch_script_end"]

@@ -316,7 +316,7 @@ class PreparedExchange(Exchange):
         start: given a tag, posts all messages or issues all collectives, and puts them into ``works``.
         works: the messages or collectives, once started.
         names: see `Exchange`.
-        tensors: the memory.
+        tensors: that they read and write.
         moved: bytes of parameters and gradients sent, and received, by each `post`.
         base_tag: the tag in round 0.
     """
@@ -399,7 +399,7 @@ class CollectiveExchange(PreparedExchange):
     Args:
         issues: functions that issue a collective each.
         names: of the rank that each collective awaits.
-        tensors: the memory.
+        tensors: that they read and write.
         moved: bytes of parameters and gradients that are sent and received.
     """
 

@@ -23,7 +23,7 @@ from ddp_zero.core.comm.exchange import lost_peer_error
 from ddp_zero.core.comm.groups import store_of
 
 GRACE_SECONDS = 2.0
-_PROBE_TAG = 0x7EE1
+_TAG_WITHOUT_SENDER = 0x7EE1  # a receive with it never ends; to post it fails if the connection is closed
 _search_lock = threading.Lock()
 _missing_ranks: weakref.WeakKeyDictionary[ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 _probes: list[tuple[Tensor, Work]] = []  # kept: on Gloo freeing the buffer of a pending message breaks the connection
@@ -84,7 +84,9 @@ def _is_closed(group: ProcessGroup, rank: int) -> bool:
         return False
     byte = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
-        _probes.append((byte, group.recv([byte], rank, _PROBE_TAG)))  # posted only where the connection is open
+        _probes.append(
+            (byte, group.recv([byte], rank, _TAG_WITHOUT_SENDER))
+        )  # posted only where the connection is open
     except RuntimeError:
         return True
     return False

@@ -35,7 +35,7 @@ COPIES_IN_FLIGHT = 2
 
 
 class BucketSync:
-    """The all-gather of one bucket's parameters, prepared once and started in every step."""
+    """The all-gather of one bucket's parameters, started in every step; prepared once if they stay in place."""
 
     def __init__(
         self, bucket: Bucket, storage: ParameterStorage, params: Sequence[Tensor], comm: Communicator, plan_digest: int
@@ -69,7 +69,7 @@ class BucketSync:
         ``without``: the parameters without a gradient; None: those whose ``param.grad`` is None.
         """
         all_gather = self._all_gather
-        if all_gather is None:
+        if all_gather is None:  # they are packed anew in each step
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
             all_gather = self._comm.prepare_all_gather(self._packed, self._subject)
         self.exchange = all_gather()

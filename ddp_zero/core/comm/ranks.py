@@ -131,19 +131,20 @@ class Agreement:
 
 
 def _first_difference(
-    expected_facts: dict[str, str],
-    expected: Sequence[Sequence[object]],
+    first_facts: dict[str, str],
+    first_structures: Sequence[Sequence[object]],
     facts: dict[str, str],
     structures: Sequence[Sequence[object]],
 ) -> tuple[str, str, str]:
-    for fact in expected_facts | facts:
-        pair = expected_facts.get(fact, _NONE), facts.get(fact, _NONE)
+    """The first thing in which another rank differs from the first rank, with the text of both, for a message."""
+    for fact in first_facts | facts:
+        pair = first_facts.get(fact, _NONE), facts.get(fact, _NONE)
         if pair[0] != pair[1]:
             return f"the same {fact}", *pair
-    for index, (reference, structure) in enumerate(zip(expected, structures, strict=False)):
+    for index, (reference, structure) in enumerate(zip(first_structures, structures, strict=False)):
         if reference != structure:
             return f"the same parameter {index}", _describe(reference), _describe(structure)
-    return "as many parameters", str(len(expected)), str(len(structures))
+    return "as many parameters", str(len(first_structures)), str(len(structures))
 
 
 def _describe(structure: Sequence[object]) -> str:
@@ -262,9 +263,10 @@ class StepErrors:
         self._reusable = outcomes
         if error is not None:
             raise error.with_traceback(error.__traceback__)
-        self._raise_errors_of_peers(outcomes)
+        self._check_peers(outcomes)
 
-    def _raise_errors_of_peers(self, outcomes: _Outcomes) -> None:
+    def _check_peers(self, outcomes: _Outcomes) -> None:
+        """Raise the errors of other ranks, or an error where their options differ from this rank's."""
         comm = self._comm
         told = {peer: decode(block) for peer, block in sorted(outcomes.blocks.items())}
         shown = "; ".join(f"on {comm.name(peer)} {error}" for peer, (_, error) in told.items() if error)
@@ -273,9 +275,9 @@ class StepErrors:
             raise StepFailedElsewhereError(coded(message, "[ZERO-319]"))
         other = next((peer for peer, (theirs, _) in told.items() if theirs.digest != outcomes.stated.digest), None)
         if other is not None and outcomes.options is not None:
-            position, name, here, there = outcomes.options.find_difference(told[other][0])
+            group, option, here, there = outcomes.options.find_difference(told[other][0])
             raise RuntimeError(
-                options_differ(position, name, (here, comm.name(comm.group_rank)), (there, comm.name(other)))
+                difference_in_options(group, option, (here, comm.name(comm.group_rank)), (there, comm.name(other)))
             )
 
     def forget(self, sent_too: bool) -> None:
@@ -286,11 +288,11 @@ class StepErrors:
         self.has_local_error = self._in_flight is not None and self._in_flight.local_error is not None
 
 
-def options_differ(position: int, name: str, here: tuple[str | None, str], there: tuple[str | None, str]) -> str:
+def difference_in_options(group: int, option: str, here: tuple[str | None, str], there: tuple[str | None, str]) -> str:
     """The message about an option of a group, from two values, None if not known, and the ranks that have them."""
     shown = " and ".join(f"{'another value' if value is None else value} on {rank}" for value, rank in (here, there))
     return (
-        f"Expected {name!r} of parameter group {position} to be the same on every rank, got {shown}. Set options alike "
+        f"Expected {option!r} of parameter group {group} to be the same on every rank, got {shown}. Set options alike "
         "on all ranks; a scheduler that decides by the loss needs the same loss on all of them, such as the mean. "
         f"{WHAT_NOW} [ZERO-820]"
     )

@@ -112,7 +112,7 @@ class RingTransfer:
     def run(self) -> None:
         schedule = self._schedule
         for chunk in schedule.first:
-            self._send(self._own_part(chunk))
+            self._send(self._scaled_contribution(chunk))
         # several receives ahead, so that the rank before never waits for this thread
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
@@ -121,7 +121,7 @@ class RingTransfer:
             total = received
             if self._recv_buffer is not None:
                 # summed into this rank's copy, which is sent on: the slot is free for the next receive at once
-                total = self._own_part(chunk).add_(received)
+                total = self._scaled_contribution(chunk).add_(received)
             if position < schedule.passed_on:
                 self._send(total)
             # reuses the slot of this chunk, which has been added up
@@ -141,7 +141,8 @@ class RingTransfer:
     def _send(self, tensor: Tensor) -> None:
         self._sends.append(self._neighbours.send(tensor.view(torch.uint8)))
 
-    def _own_part(self, chunk: Chunk) -> Tensor:
+    def _scaled_contribution(self, chunk: Chunk) -> Tensor:
+        """This rank's contribution to a chunk, multiplied by the factor in place."""
         window = self._window(chunk)
         return window if self._recv_buffer is None or self._factor == 1.0 else window.mul_(self._factor)
 

@@ -200,7 +200,7 @@ def check_none_unused(
         )
 
 
-def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplementedError:
+def sparse_gradient_error(table: ParameterTable, params: list[Tensor]) -> NotImplementedError:
     """The error for a bucket with a sparse gradient."""
     names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
     return NotImplementedError(
@@ -209,7 +209,7 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
     )
 
 
-def second_gradient(ddp: DistributedDataParallel | None, param: Tensor, where: str) -> RuntimeError:
+def second_gradient_error(ddp: DistributedDataParallel | None, param: Tensor, where: str) -> RuntimeError:
     """The error for a gradient that arrives again in the same pass."""
     names = {} if ddp is None else {member: name for name, member in in_buckets(ddp)}
     return RuntimeError(

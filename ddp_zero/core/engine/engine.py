@@ -87,6 +87,7 @@ class Engine:
             if type(self.shard.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__
                 raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name. [ZERO-126]")
+            # the first argument of other classes may be something else
             closure, kwargs = None, {"closure": closure, **kwargs}
         if closure is None:
             return self.run_alone(self.step_in_phases(None, kwargs))
@@ -95,7 +96,7 @@ class Engine:
         return self.run_alone(self.step_in_phases(lambda: loss, kwargs))
 
     def run_alone(self, deciding: TwoPhase[Result]) -> Result:
-        """Run a step or a clip where this optimizer has the whole model."""
+        """Run a step or a clip of this optimizer by itself, not as a member of a `ParallelOptimizer`."""
         rest_of_model = self.decision.rest_of_model
         try:
             stats = next(deciding)

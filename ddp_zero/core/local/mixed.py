@@ -270,6 +270,7 @@ def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, C
 
 
 def _give_up(parts: Iterable[Optimizer]) -> None:
+    """Tell the peers of suboptimizers that exchange messages in a step that none will be taken."""
     for part in parts:
         if isinstance(part, StepsWithPeers):
             part.give_up()

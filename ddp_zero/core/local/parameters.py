@@ -353,7 +353,7 @@ def _span(param: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def sample_values(params: Iterable[Tensor]) -> list[str]:
-    """A digest of the first elements of each parameter, one device transfer per device."""
+    """A digest of the first elements of each parameter, for ranks to compare; one device transfer per device."""
     heads = [as_bytes(_head(param)) for param in params]
     by_device: dict[torch.device, list[int]] = {}
     for index, head in enumerate(heads):
@@ -361,8 +361,8 @@ def sample_values(params: Iterable[Tensor]) -> list[str]:
     digests = [""] * len(heads)
     for indices in by_device.values():
         joined = torch.cat([heads[index] for index in indices]).cpu()
-        for index, part in zip(indices, torch.split(joined, [heads[i].numel() for i in indices]), strict=True):
-            digests[index] = hashlib.sha256(bytes(part.tolist())).hexdigest()[:16]
+        for index, head in zip(indices, torch.split(joined, [heads[i].numel() for i in indices]), strict=True):
+            digests[index] = hashlib.sha256(bytes(head.tolist())).hexdigest()[:16]
     return digests
 
 
@@ -672,7 +672,7 @@ class StepTargets:
             clone.masters.note_versions()
         return clone
 
-    def why_refuse(self, where: str) -> str | None:
+    def reason_to_refuse(self, where: str) -> str | None:
         """Why targets cannot be stepped now, or None; ``where`` is this rank's name in the message."""
         if self.are_moved_away:
             return (

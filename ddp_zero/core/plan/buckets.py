@@ -46,12 +46,12 @@ def scratch_turns(sizes: Sequence[int]) -> list[int]:
     best = [place % 2 for place in range(len(sizes))]
     for limit in sorted(set(sizes), reverse=True)[1:]:
         is_large = [size > limit for size in sizes]
-        if any(one and following for one, following in pairwise(is_large)):
+        if any(map(all, pairwise(is_large))):
             break
-        turns, following = list[int](), 0
-        for place in range(len(sizes)):
-            turns.append(2 if is_large[place] else following)
-            following = following if is_large[place] else 1 - following
+        turns, next_turn = list[int](), 0
+        for large in is_large:
+            turns.append(2 if large else next_turn)
+            next_turn = next_turn if large else 1 - next_turn
         best = min(best, turns, key=lambda found: sum(scratch_bytes(sizes, found).values()))
     return best
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
-from ddp_zero.core.comm.ranks import digest, options_differ
+from ddp_zero.core.comm.ranks import difference_in_options, digest
 from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, suboptimizer_for, suboptimizers_of
 from ddp_zero.core.plan.partition import GroupRank
@@ -176,7 +176,7 @@ class CouplingWatch:
         shown = [
             (values.get(name, "none"), self._comm.name(GroupRank(of))) for values, of in ((mine, 0), (theirs, rank))
         ]
-        raise RuntimeError(options_differ(given.position(place), name, *shown))
+        raise RuntimeError(difference_in_options(given.position(place), name, *shown))
 
     def _copy_from_stepping_rank(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""

@@ -359,7 +359,7 @@ class Shard:
         self.masters = targets.masters  # the targets that are fp32 copies of parameters
         self._exposed_groups = groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
-        self.order = order
+        self.order = order  # of the states, as in the unsharded optimizer
         self.changes = StateChanges(inner)
         self.snapshot: State | None = None  # the full state, if gathered on this rank; dropped when anything changes
         self.num_loads = 0  # how often a state dict was loaded
@@ -401,13 +401,13 @@ class Shard:
     def check_ready(self) -> None:
         """Raise RuntimeError if the exposed groups have other parameters than the shard, or a step must be refused."""
         self.table.check_groups(self._exposed_groups())
-        if (complaint := self.why_refuse()) is not None:
+        if (complaint := self.reason_to_refuse()) is not None:
             self.check_memory_order()  # a parameter whose order has changed cannot be its rounded master either
             raise RuntimeError(complaint)
 
-    def why_refuse(self) -> str | None:
+    def reason_to_refuse(self) -> str | None:
         """Why no step can be taken on this rank now, or None."""
-        return self.targets.why_refuse(self.comm.name(self.comm.group_rank))
+        return self.targets.reason_to_refuse(self.comm.name(self.comm.group_rank))
 
     def check_masters(self) -> None:
         """Raise RuntimeError naming a low-precision parameter that is no longer its rounded master.

@@ -526,7 +526,7 @@ class Config:
                 "where DDP divides by the number of ranks before it sums: leave it out, or use stage 2"
             )
         comm = DTYPES[self.rest.communication_data_type or self.dtype]
-        if self.zero.stage < 2 and comm == "float32" != self.dtype:
+        if self.zero.stage < 2 and comm == "float32" and self.dtype != "float32":
             wrong.append(
                 f"- communication_data_type = 'fp32' with gradients of {self.dtype} in stage {self.zero.stage}, where "
                 "DDP sends them as they are: leave it out, or use stage 2"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.parallel.join import ties_of, unite
+from ddp_zero.parallel.join import connected_sets, ties_of
 
 
 def members_of(*stated: list[list[int]]) -> Any:
@@ -21,7 +21,7 @@ def test_experts_of_a_mesh_tie_those_at_one_place_and_dense_parameters_and_share
     assert ties_of(members_of([[10, 20]] * 2, both_ends), [10, 20]) == []
     crossed = members_of([[0, 2], [1, 3], [0, 2], [1, 3]], [[0, 1], [0, 1], [2, 3], [2, 3]])
     assert ties_of(crossed, ranks) == [[0, 1, 2, 3]]
-    assert unite([[0, 1], [2, 3], [4, 5], [3, 4]]) == [[0, 1], [2, 3, 4, 5]]
+    assert connected_sets([[0, 1], [2, 3], [4, 5], [3, 4]]) == [[0, 1], [2, 3, 4, 5]]
 
 
 def test_experts_with_different_numbers_of_ranks_are_refused() -> None:
