@@ -747,8 +747,8 @@ GRADIENTS_MODES = ALL_MODES | {"stage 1, fp32 sums, waiting": {"accumulate_in_fp
 
 
 @case(2, few=every_other(GRADIENTS_MODES, 1), every=GRADIENTS_MODES)
-def _gradients_by_autograd_grad_change_nothing(setup: Setup, configurations: Modes) -> None:
-    """Between the step and `zero_grad()`, and between backward and the step, through DDP's module or around."""
+def _autograd_grad_around_a_step_leaves_training_equal_to_ddp(setup: Setup, configurations: Modes) -> None:
+    """After every step, and in odd steps between backward and the step, too; both pass DDP's reducer by."""
     for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
         opts: list[Any] = [

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -49,7 +50,7 @@ MODES: list[dict[str, Any]] = [
 BF16 = torch.bfloat16
 
 
-def one_line(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+def sharded_ddp(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """A model under DDP with many buckets, and its sharded AdamW."""
     views = options.get("stage") == 2
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=views)
@@ -103,7 +104,7 @@ def consolidated(opt: ZeroRedundancyOptimizer) -> dict[str, Any]:
     return dict(saved[0])
 
 
-def everything_of(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
+def copies_of_state(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
     """Copies of parameters, state and masters of this rank."""
     masters = list(opt.master_weights.values())
     return copy.deepcopy([[p.detach() for p in ddp.parameters()], masters, opt.optim.state_dict()])
@@ -120,26 +121,26 @@ BAD = [(math.inf, torch.float32), (math.nan, torch.float32), (math.nan, BF16)]
     few=[(mode, *BAD[place % 3]) for place, mode in enumerate(MODES)],
     every=[(mode, *bad) for mode in MODES for bad in BAD],
 )
-def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(
+def _a_skipped_step_changes_nothing_and_is_recorded_on_all_ranks(
     setup: Setup, configurations: list[tuple[dict[str, Any], float, torch.dtype]]
 ) -> None:
     culprit = setup.world_size - 1
     for mode, value, dtype in configurations:
         masters = dtype is BF16
-        ddp, opt = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
-        twin, expected = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+        ddp, opt = sharded_ddp(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+        twin, expected = sharded_ddp(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
         name, param = list(ddp.named_parameters())[2]
         for step in range(6):
             where = f"{mode}, {value}, {dtype}, step {step}"
             is_bad = step in (0, 4)
             backward(setup, ddp, step, poisoned=param, by=value if is_bad and setup.rank == culprit else 0.0)
-            before = everything_of(ddp, opt)  # the first backward pass decides who owns what
+            before = copies_of_state(ddp, opt)  # the first backward pass decides who owns what
             opt.step()
             opt.zero_grad()
             record = record_of(opt)
             assert record.stepped is not is_bad, where
             if is_bad:
-                assert_identical(before, everything_of(ddp, opt), where)
+                assert_identical(before, copies_of_state(ddp, opt), where)
                 assert (record.nonfinite_parameter, record.nonfinite_rank) == (name, culprit), where
                 assert record.reason is not None
                 assert name in record.reason
@@ -158,17 +159,17 @@ def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(
 
 
 @case(2)
-def _raising_raises_on_every_rank_and_steps_nowhere(setup: Setup) -> None:
+def _nonfinite_raise_raises_on_all_ranks_and_changes_nothing(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(build_model(), nonfinite="raise", **mode)
+        ddp, opt = sharded_ddp(build_model(), nonfinite="raise", **mode)
         param = next(ddp.parameters())
         for step in range(4):
-            before = everything_of(ddp, opt)
+            before = copies_of_state(ddp, opt)
             backward(setup, ddp, step, poisoned=param, by=math.inf if step == 2 and setup.rank == 0 else 0.0)
             if step == 2:
                 with pytest.raises(RuntimeError, match=r"nonfinite='raise'.*module.0.weight is not finite.*rank 0"):
                     opt.step()
-                assert_identical(before, everything_of(ddp, opt), f"{mode}")
+                assert_identical(before, copies_of_state(ddp, opt), f"{mode}")
             else:
                 opt.step()
             opt.zero_grad()
@@ -176,7 +177,7 @@ def _raising_raises_on_every_rank_and_steps_nowhere(setup: Setup) -> None:
 
 
 @case(2)
-def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
+def _nonfinite_step_equals_ddp_with_nan_gradients(setup: Setup) -> None:
     for stage in (1, 2):
         for options in ({}, {"nonfinite": "step", "max_grad_norm": 0.5}):
             twins = build_overlapped_twins(ADAMW, zero_options=options, stage=stage)
@@ -189,11 +190,11 @@ def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
 
 
 @case(2)
-def _what_is_done_by_default(setup: Setup) -> None:
-    """Skipped where the step waits for all gradients, stepped as DDP does where it does not."""
+def _nan_gradients_are_skipped_by_default_only_where_the_step_waits_for_all_gradients(setup: Setup) -> None:
+    """Elsewhere a bucket may have been stepped before another is known to be NaN: all are, as under DDP."""
     for mode in MODES:
         for options in ({}, {"max_grad_norm": 1.0}):
-            ddp, opt = one_line(build_model(), **mode, **options)
+            ddp, opt = sharded_ddp(build_model(), **mode, **options)
             for step in range(4):
                 backward(setup, ddp, step, lambda loss, step=step: loss * math.nan if step == 3 else loss)  # type: ignore[misc]
                 opt.step()
@@ -203,8 +204,8 @@ def _what_is_done_by_default(setup: Setup) -> None:
 
 
 @case(2)
-def _a_norm_that_overflows_is_told(setup: Setup) -> None:
-    ddp, opt = one_line(build_model(), max_grad_norm=1.0)
+def _an_overflow_of_the_norm_skips_the_step_and_is_recorded(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(build_model(), max_grad_norm=1.0)
     before = [param.detach().clone() for param in ddp.parameters()]
     backward(setup, ddp, 0, lambda loss: loss * 1e25)
     opt.step()
@@ -214,20 +215,20 @@ def _a_norm_that_overflows_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _large_gradients_are_finite(setup: Setup) -> None:
-    """Their sum is not; nothing is skipped for that."""
+def _finite_gradients_whose_sum_overflows_are_stepped(setup: Setup) -> None:
+    """A check by the sum of a gradient would skip them."""
     for mode in MODES:
-        ddp, opt = one_line(nn.Linear(2, 2, bias=False), nonfinite="skip", **mode)
+        ddp, opt = sharded_ddp(nn.Linear(2, 2, bias=False), nonfinite="skip", **mode)
         for _ in range(3):
             step_on(opt, ddp(torch.ones(1, 2)).sum() * 2e38)
             assert record_of(opt).stepped, f"{mode}"
 
 
 @case(2, 3)
-def _the_rank_of_a_pass_that_was_not_finite(setup: Setup) -> None:
+def _the_record_of_an_accumulated_step_names_the_nonfinite_rank(setup: Setup) -> None:
     """Two backward passes add up, not finite on another rank each."""
     for stage in (1, 2):
-        ddp, opt = one_line(build_model(), nonfinite="skip", stage=stage)
+        ddp, opt = sharded_ddp(build_model(), nonfinite="skip", stage=stage)
         train(setup, ddp, opt, *range(3))
         param = list(ddp.parameters())[3]
         for step, bad, context in ((3, 1, opt.accumulate()), (4, 0, contextlib.nullcontext())):
@@ -238,7 +239,7 @@ def _the_rank_of_a_pass_that_was_not_finite(setup: Setup) -> None:
 
 
 @case(2)
-def _who_averages_elsewhere_is_told_only_the_parameter(setup: Setup) -> None:
+def _the_record_without_ddp_names_the_nonfinite_parameter_and_no_rank(setup: Setup) -> None:
     twins = build_twins(ADAMW, nonfinite="skip")
     backward(setup, twins.model, 0, lambda loss: loss * math.nan)
     twins.opt.step()
@@ -251,8 +252,8 @@ def _who_averages_elsewhere_is_told_only_the_parameter(setup: Setup) -> None:
 
 
 @case(2)
-def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
-    ddp, opt = one_line(build_model(), stage=2)
+def _the_record_has_the_regime_the_reason_norm_clip_and_scale(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(build_model(), stage=2)
     assert opt.last_step is None
     regimes: list[tuple[StepRegime, bool]] = []
     for step in range(4):
@@ -271,7 +272,7 @@ def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.stepped = False  # type: ignore[misc]
 
-    ddp, opt = one_line(build_model(), max_grad_norm=0.01, loss_scale=256.0)
+    ddp, opt = sharded_ddp(build_model(), max_grad_norm=0.01, loss_scale=256.0)
     train(setup, ddp, opt, *range(3), scale=opt.scale)
     record = record_of(opt)
     assert record.deferred_because == "max_grad_norm needs the norm of all gradients"
@@ -282,9 +283,9 @@ def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
-    """Clipping and unscaling inside the step work on copies: every rank sees the same in param.grad."""
-    ddp, opt = one_line(build_model(), max_grad_norm=0.01, loss_scale=64.0)
+def _the_step_clips_and_unscales_copies_and_leaves_param_grad(setup: Setup) -> None:
+    """So every rank sees the same gradients as under DDP."""
+    ddp, opt = sharded_ddp(build_model(), max_grad_norm=0.01, loss_scale=64.0)
     plain = DistributedDataParallel(build_model())
     for step in range(3):
         backward(setup, ddp, step, opt.scale)
@@ -298,11 +299,11 @@ def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup) -> None:
+def _max_grad_norm_equals_a_call_of_clip_grad_norm_with_gradients_sent_in_bf16(setup: Setup) -> None:
     for overlap in (False, True):
         options: dict[str, Any] = {"stage": 2, "overlap": overlap, "grad_comm_dtype": BF16}
-        inside, opt = one_line(build_model(), max_grad_norm=0.1, **options)
-        outside, called = one_line(build_model(), **options)
+        inside, opt = sharded_ddp(build_model(), max_grad_norm=0.1, **options)
+        outside, called = sharded_ddp(build_model(), **options)
         for step in range(6):
             backward(setup, inside, step)
             backward(setup, outside, step)
@@ -310,9 +311,9 @@ def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup
             for optimizer in (opt, called):
                 optimizer.step()
                 optimizer.zero_grad()
-            for one in (opt, called):
-                assert record_of(one).grad_norm == norm.item()
-                assert (record_of(one).clip_coefficient or 1.0) < 1
+            for optimizer in (opt, called):
+                assert record_of(optimizer).grad_norm == norm.item()
+                assert (record_of(optimizer).clip_coefficient or 1.0) < 1
             assert_equal_models(inside, outside, f"overlap {overlap}, step {step}")
 
 
@@ -320,9 +321,9 @@ def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup
 
 
 @case(2)
-def _the_smallest_scale_is_told(setup: Setup) -> None:
+def _an_overflow_at_the_smallest_loss_scale_raises(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(build_model(), loss_scale=DynamicLossScale(initial=4.0, minimum=2.0), **mode)
+        ddp, opt = sharded_ddp(build_model(), loss_scale=DynamicLossScale(initial=4.0, minimum=2.0), **mode)
         before = [param.detach().clone() for param in ddp.parameters()]
         for step, scale in enumerate((4.0, 2.0)):
             assert opt.loss_scale == scale
@@ -341,10 +342,10 @@ def _the_smallest_scale_is_told(setup: Setup) -> None:
 
 
 @case(1, 2, 3)
-def _a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all(setup: Setup) -> None:
+def _scales_of_grad_scalers_agree_where_one_rank_owns_the_only_parameter(setup: Setup) -> None:
     """One parameter: a single rank has its gradient, and all scales fall and rise together."""
     for mode in MODES:
-        ddp, opt = one_line(nn.Linear(8, 3, bias=False), **mode)
+        ddp, opt = sharded_ddp(nn.Linear(8, 3, bias=False), **mode)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         scales = []
         for step in range(9):
@@ -362,8 +363,8 @@ def _a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all(setup: Setu
 
 
 @case(2)
-def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
-    ddp, opt = one_line(build_model(), interleaved=True)
+def _a_disabled_grad_scaler_keeps_the_step_inside_backward(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(build_model(), interleaved=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for step in range(4):
         scaler.scale(loss_of(ddp, *next(batches(setup.rank, 1, seed=step)))).backward()
@@ -377,8 +378,8 @@ def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
 @case(2)
 def _a_dynamic_scale_is_in_the_state_dict(setup: Setup) -> None:
     policy = DynamicLossScale(initial=16.0, growth_interval=2)
-    ddp, opt = one_line(build_model(), loss_scale=policy)
-    _, resumed = one_line(build_model(), loss_scale=policy)
+    ddp, opt = sharded_ddp(build_model(), loss_scale=policy)
+    _, resumed = sharded_ddp(build_model(), loss_scale=policy)
     train(setup, ddp, opt, *range(3), scale=opt.scale)
     saved = consolidated(opt)
     resumed.load_state_dict(saved)
@@ -393,7 +394,7 @@ def _a_dynamic_scale_is_in_the_state_dict(setup: Setup) -> None:
 
 
 @case(1)
-def _limits_and_scales_survive_a_state_dict(setup: Setup) -> None:
+def _a_plain_state_dict_leaves_max_grad_norm_and_a_constant_loss_scale(setup: Setup) -> None:
     params = list(build_model().parameters())
     groups: list[dict[str, Any]] = [{"params": params[:2], "max_grad_norm": 1e-3}, {"params": params[2:]}]
     opt = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=0.1, loss_scale=128.0)
@@ -412,10 +413,10 @@ def _limits_and_scales_survive_a_state_dict(setup: Setup) -> None:
 
 
 @case(2)
-def _an_own_scale_that_is_no_power_of_two(setup: Setup) -> None:
+def _a_loss_scale_that_is_no_power_of_two_is_divided_out_before_clipping(setup: Setup) -> None:
     """Clipped inside: unscaled first, as the sequence with torch's own parts does; by a call but for last bits."""
     for mode in MODES:
-        ddp, opt = one_line(build_model(), loss_scale=1000.0, max_grad_norm=0.05, **mode)
+        ddp, opt = sharded_ddp(build_model(), loss_scale=1000.0, max_grad_norm=0.05, **mode)
         plain_model = DistributedDataParallel(build_model(), bucket_cap_mb=0.0015)
         plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
         inverse = torch.tensor(1000.0).double().reciprocal().float()
@@ -436,23 +437,31 @@ def _an_own_scale_that_is_no_power_of_two(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _scales_need_an_option(setup: Setup) -> None:
-    _, opt = one_line(build_model())
+def _scale_without_a_loss_scale_is_refused(setup: Setup) -> None:
+    _, opt = sharded_ddp(build_model())
     assert opt.loss_scale is None
     with pytest.raises(RuntimeError, match=r"no loss scale.*loss_scale=DynamicLossScale"):
         opt.scale(torch.ones(1))
+
+
+@case(1, 2)
+def _refresh_master_weights_without_masters_is_refused(setup: Setup) -> None:
+    _, opt = sharded_ddp(build_model())
     with pytest.raises(RuntimeError, match=r"no master weights.*master_weights=True"):
         opt.refresh_master_weights()
-    if setup.world_size > 1:
-        with pytest.raises(ValueError, match="the same step options on every rank"):
-            one_line(build_model(), max_grad_norm=1.0 + setup.rank)
+
+
+@case(2)
+def _a_max_grad_norm_that_differs_between_ranks_is_refused(setup: Setup) -> None:
+    with pytest.raises(ValueError, match="the same step options on every rank"):
+        sharded_ddp(build_model(), max_grad_norm=1.0 + setup.rank)
 
 
 # The first step
 
 
 @case(1, 2)
-def _clipping_from_the_first_step_on_changes_nothing_else(setup: Setup) -> None:
+def _clipping_by_a_call_after_a_load_equals_the_plain_optimizer(setup: Setup) -> None:
     """State that was loaded, counters in groups and on the optimizer: one step each."""
     for stage in (1, 2):
         case = optimizer_case("toy 8-bit Adam")
@@ -483,7 +492,7 @@ def _clipping_from_the_first_step_on_changes_nothing_else(setup: Setup) -> None:
         assert "changes gradients, options or parameters between backward and opt.step()" in twins.opt.explain()
 
 
-class _Wraps(torch.optim.Optimizer):
+class WrapsAdamW(torch.optim.Optimizer):
     """Wraps AdamW, which has the state, and keeps a sum of gradients in a dict of its own."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
@@ -502,14 +511,14 @@ class _Wraps(torch.optim.Optimizer):
 
 
 @case(1, 2)
-def _an_optimizer_that_wraps_another_is_clipped_in_the_loop(setup: Setup) -> None:
+def _clipping_by_a_call_equals_ddp_for_an_optimizer_that_wraps_adamw(setup: Setup) -> None:
     for stage in (1, 2):
-        twins = build_overlapped_twins(OptimizerCase("wrapper", _Wraps), stage=stage)
+        twins = build_overlapped_twins(OptimizerCase("wrapper", WrapsAdamW), stage=stage)
         twins.train(setup, 4, between=clip, where=f"stage {stage}")
 
 
-class _HasAnObject(torch.optim.SGD):
-    """Keeps who knows what."""
+class WithLock(torch.optim.SGD):
+    """Has an attribute that `copy.deepcopy` refuses: no step may need a copy of the optimizer."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
@@ -518,20 +527,20 @@ class _HasAnObject(torch.optim.SGD):
 
 
 @case(2)
-def _an_optimizer_that_keeps_any_object_is_clipped_in_the_loop(setup: Setup) -> None:
+def _an_optimizer_with_an_uncopyable_attribute_trains_as_the_plain_one_with_and_without_clipping(setup: Setup) -> None:
     for clips in (True, False):
-        twins = build_overlapped_twins(OptimizerCase("with an object", _HasAnObject))
+        twins = build_overlapped_twins(OptimizerCase("with a lock", WithLock))
         twins.train(setup, 4, between=clip if clips else None, where=f"clips {clips}")
 
 
 @case(2)
-def _weights_loaded_before_the_first_step(setup: Setup) -> None:
-    """Masters follow the model until the first step, also when it waits, is saved or copied."""
+def _weights_loaded_before_the_first_step_reach_the_masters(setup: Setup) -> None:
+    """Masters follow the model until the first step, also where that step waits for a clip in the loop."""
     for stage in (1, 2):
-        ends = []
+        trained = []
         for clips_in_loop in (False, True):
             options = {} if clips_in_loop else {"max_grad_norm": 0.05}
-            ddp, opt = one_line(low_precision_model(BF16), stage=stage, master_weights=True, **options)
+            ddp, opt = sharded_ddp(low_precision_model(BF16), stage=stage, master_weights=True, **options)
             with torch.no_grad():
                 for param in ddp.parameters():
                     param.mul_(2.0)
@@ -544,14 +553,16 @@ def _weights_loaded_before_the_first_step(setup: Setup) -> None:
                     opt.clip_grad_norm_(0.05)
                 opt.step()
                 opt.zero_grad()
-            ends.append(ddp)
-        for one, other in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3)  # clipped in bf16 there, in fp32 here
+            trained.append(ddp)
+        clipped_inside, clipped_in_loop = (ddp.parameters() for ddp in trained)
+        for inside, in_loop in zip(clipped_inside, clipped_in_loop, strict=True):
+            # the loop clips gradients in bf16, the step in fp32
+            torch.testing.assert_close(inside, in_loop, rtol=0.02, atol=1e-3)
 
 
 @case(1, 2)
-def _masters_survive_a_copy(setup: Setup) -> None:
-    ddp, opt = one_line(low_precision_model(BF16), master_weights=True, overlap=False)
+def _a_copy_of_the_optimizer_has_equal_masters(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(low_precision_model(BF16), master_weights=True, overlap=False)
     train(setup, ddp, opt, *range(3))
     model, clone = copy.deepcopy((ddp.module, opt))
     for module, optimizer in ((ddp, opt), (model, clone)):
@@ -564,7 +575,7 @@ def _masters_survive_a_copy(setup: Setup) -> None:
 
 
 @case(2)
-def _a_tensor_learning_rate_changed_in_place_stays(setup: Setup) -> None:
+def _a_tensor_learning_rate_changed_in_place_is_stepped_with(setup: Setup) -> None:
     case = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": torch.tensor(1e-3)})
     twins = build_overlapped_twins(case)
 
@@ -577,7 +588,7 @@ def _a_tensor_learning_rate_changed_in_place_stays(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_dropped_too_late_are_told_in_stage_2(setup: Setup) -> None:
+def _gradients_dropped_after_a_step_inside_backward_are_refused(setup: Setup) -> None:
     for drop in (lambda p: setattr(p, "grad", None), lambda p: p.grad.zero_()):
         twins = build_overlapped_twins(ADAMW, stage=2)
         twins.train(setup, 4)
@@ -589,25 +600,25 @@ def _gradients_dropped_too_late_are_told_in_stage_2(setup: Setup) -> None:
 
 
 @case(2)
-def _dropped_gradients_make_a_step_that_does_nothing(setup: Setup) -> None:
+def _opt_step_without_gradients_changes_nothing(setup: Setup) -> None:
     for stage in (1, 2):
-        ddp, opt = one_line(build_model(), stage=stage, max_grad_norm=1.0)
+        ddp, opt = sharded_ddp(build_model(), stage=stage, max_grad_norm=1.0)
         for step in range(4):
             backward(setup, ddp, step)
             before = [param.detach().clone() for param in ddp.parameters()]
             if step % 2:
                 opt.zero_grad()
             opt.step()
-            assert_same = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-            assert assert_same is bool(step % 2)
+            is_unchanged = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+            assert is_unchanged is bool(step % 2)
             opt.zero_grad()
 
 
 @case(2)
-def _a_norm_that_overflows_under_a_scaler(setup: Setup) -> None:
+def _an_overflow_of_the_norm_under_a_grad_scaler_equals_ddp(setup: Setup) -> None:
     """As torch's clipping does: a step with gradients of zero, and every scaler goes on alike."""
     for mode in MODES:
-        ddp, opt = one_line(nn.Linear(8, 3, bias=False), max_grad_norm=10.0, **mode)
+        ddp, opt = sharded_ddp(nn.Linear(8, 3, bias=False), max_grad_norm=10.0, **mode)
         plain_model = DistributedDataParallel(nn.Linear(8, 3, bias=False))
         plain_model.load_state_dict(ddp.state_dict())
         plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
@@ -627,9 +638,9 @@ def _a_norm_that_overflows_under_a_scaler(setup: Setup) -> None:
 
 
 @case(2)
-def _the_parameter_is_known_after_clipping_by_a_call(setup: Setup) -> None:
+def _the_record_after_clipping_by_a_call_names_the_nonfinite_parameter_and_rank(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(build_model(), nonfinite="skip", **mode)
+        ddp, opt = sharded_ddp(build_model(), nonfinite="skip", **mode)
         name, param = list(ddp.named_parameters())[5]
         for step in range(2):
             backward(setup, ddp, step, poisoned=param, by=math.nan if step and setup.rank == 1 else 0.0)
@@ -641,7 +652,7 @@ def _the_parameter_is_known_after_clipping_by_a_call(setup: Setup) -> None:
 
 
 @case(2)
-def _options_set_before_the_first_step_stay(setup: Setup) -> None:
+def _a_learning_rate_set_between_backward_and_a_waiting_step_is_stepped_with(setup: Setup) -> None:
     """A learning rate that is set between backward and a step that waits."""
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, stage=stage)
@@ -659,7 +670,7 @@ def _options_set_before_the_first_step_stay(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
+def _gradients_replaced_or_dropped_from_the_first_step_on_equal_ddp_and_later_ones_are_refused(setup: Setup) -> None:
     """As loops that freeze a layer by dropping its gradients do."""
 
     def shrink(model: nn.Module, _: Any = None) -> None:
@@ -681,7 +692,7 @@ def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
 
 
 @case(2)
-def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
+def _a_first_step_from_accumulated_gradients_alone_equals_ddp(setup: Setup) -> None:
     """With a scaler, or clipped, and a backward pass that would step only after that."""
     for scales in (True, False):
         twins = build_overlapped_twins(ADAMW)
@@ -700,7 +711,7 @@ def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
 
 @case(2, 3)
 def _a_first_step_that_was_clipped_and_dropped_is_not_taken(setup: Setup) -> None:
-    ddp, opt = one_line(build_model())
+    ddp, opt = sharded_ddp(build_model())
     before = [param.detach().clone() for param in ddp.parameters()]
     backward(setup, ddp, 0)
     opt.clip_grad_norm_(1.0)
@@ -712,8 +723,8 @@ def _a_first_step_that_was_clipped_and_dropped_is_not_taken(setup: Setup) -> Non
 
 
 @case(2)
-def _only_one_rank_touching_its_gradients_counts_for_all(setup: Setup) -> None:
-    ddp, opt = one_line(build_model())
+def _a_gradient_written_on_one_rank_defers_the_step_of_all(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(build_model())
     before = [param.detach().clone() for param in ddp.parameters()]
     backward(setup, ddp, 0)
     if setup.rank == 0:
@@ -730,7 +741,7 @@ def _only_one_rank_touching_its_gradients_counts_for_all(setup: Setup) -> None:
 
 @case(2)
 def _a_gradient_changed_on_one_rank_alone_is_refused_everywhere(setup: Setup) -> None:
-    ddp, opt = one_line(build_model())
+    ddp, opt = sharded_ddp(build_model())
     backward(setup, ddp, 0)
     if setup.rank == 0:
         next(ddp.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
@@ -739,25 +750,27 @@ def _a_gradient_changed_on_one_rank_alone_is_refused_everywhere(setup: Setup) ->
 
 
 @case(2)
-def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None:
-    ddp, opt = one_line(build_model(), max_grad_norm=1.0)
+def _gradients_that_are_zeroed_before_any_opt_step_warn_and_accumulated_ones_do_not(setup: Setup) -> None:
+    ddp, opt = sharded_ddp(build_model(), max_grad_norm=1.0)
     backward(setup, ddp, 0)
     ddp.zero_grad()
     with pytest.warns(UserWarning, match=r"The step waits for opt.step\(\) \(max_grad_norm"):
         backward(setup, ddp, 1)
     opt.step()
     opt.zero_grad()
-    for step in range(2):
-        backward(setup, ddp, step)  # adds up, as in any loop; no warning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(2):
+            backward(setup, ddp, step)
 
 
 # What was dropped
 
 
 @case(2)
-def _dropped_gradients_leave_nothing_in_the_next_record(setup: Setup) -> None:
+def _the_record_has_nothing_of_gradients_dropped_before(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(build_model(), nonfinite="skip", **mode)
+        ddp, opt = sharded_ddp(build_model(), nonfinite="skip", **mode)
         param = next(ddp.parameters())
         for bad in (0, 1):
             backward(setup, ddp, bad, poisoned=param, by=math.inf if setup.rank == bad else 0.0)
@@ -771,9 +784,9 @@ def _dropped_gradients_leave_nothing_in_the_next_record(setup: Setup) -> None:
 
 
 @case(2)
-def _a_scaler_without_gradients(setup: Setup) -> None:
+def _a_grad_scaler_without_gradients_raises_as_in_a_plain_loop(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(build_model(), **mode)
+        ddp, opt = sharded_ddp(build_model(), **mode)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(1))
         with pytest.raises(AssertionError, match="No inf checks were recorded"):  # of torch, as in a plain loop
@@ -785,7 +798,7 @@ def _a_scaler_without_gradients(setup: Setup) -> None:
 # Whose option it is
 
 
-class _HasOwnLimit(torch.optim.SGD):
+class WithOwnMaxGradNorm(torch.optim.SGD):
     """Has an option of the name of ours, as some optimizers do."""
 
     def __init__(self, params: Any, lr: float = 0.1, limit: float | None = 1e-6) -> None:
@@ -795,19 +808,19 @@ class _HasOwnLimit(torch.optim.SGD):
 
 
 @case(2)
-def _an_option_of_the_inner_optimizer_is_not_ours(setup: Setup) -> None:
-    twins = build_twins(OptimizerCase("own limit", _HasOwnLimit))
+def _max_grad_norm_of_the_inner_optimizer_is_left_to_it(setup: Setup) -> None:
+    twins = build_twins(OptimizerCase("own limit", WithOwnMaxGradNorm))
     twins.train(setup, 3)
     assert record_of(twins.opt).clip_coefficient is None
-    with pytest.raises(ValueError, match=r"max_grad_norm is an option of ddp_zero and of _HasOwnLimit"):
-        ZeroRedundancyOptimizer(build_model().parameters(), _HasOwnLimit, max_grad_norm=0.1)
+    with pytest.raises(ValueError, match=r"max_grad_norm is an option of ddp_zero and of WithOwnMaxGradNorm"):
+        ZeroRedundancyOptimizer(build_model().parameters(), WithOwnMaxGradNorm, max_grad_norm=0.1)
 
 
 # Accumulation
 
 
 @case(2)
-def _accumulated_alone_then_stepped(setup: Setup) -> None:
+def _opt_step_after_passes_in_accumulate_alone_equals_ddp(setup: Setup) -> None:
     """All backward passes under accumulate(), then opt.step(): the step is taken there."""
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, stage=stage)
@@ -828,9 +841,9 @@ def _accumulated_alone_then_stepped(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _masters_and_what_the_user_writes(setup: Setup) -> None:
+def _parameters_written_without_refresh_are_refused_but_before_the_first_step(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+        ddp, opt = sharded_ddp(low_precision_model(BF16), master_weights=True, **mode)
         train(setup, ddp, opt, *range(3))
         state = copy.deepcopy(ddp.state_dict())
         ddp.load_state_dict(state)  # the same values: nothing has diverged
@@ -845,22 +858,22 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
         opt.reset()
         opt.zero_grad()
 
-        ends: list[Any] = []
+        trained: list[Any] = []
         for says_so in (True, False):  # before the first step the model is the truth in any case
-            ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+            ddp, opt = sharded_ddp(low_precision_model(BF16), master_weights=True, **mode)
             ddp.load_state_dict(state)
             if says_so:
                 opt.refresh_master_weights()
             train(setup, ddp, opt, *range(3))
-            ends.append(ddp)
-        assert_equal_models(ends[0], ends[1], f"{mode}")
+            trained.append(ddp)
+        assert_equal_models(trained[0], trained[1], f"{mode}")
         assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
 
 
 @case(2)
-def _a_rank_that_writes_and_puts_back_stops_nobody(setup: Setup) -> None:
+def _parameters_written_and_restored_on_one_rank_are_accepted(setup: Setup) -> None:
     for mode in MODES:
-        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+        ddp, opt = sharded_ddp(low_precision_model(BF16), master_weights=True, **mode)
         for step in range(4):
             if step == 2 and setup.rank == 0:
                 with torch.no_grad():
@@ -872,19 +885,19 @@ def _a_rank_that_writes_and_puts_back_stops_nobody(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _masters_travel_with_the_state(setup: Setup) -> None:
+def _masters_in_a_state_dict_resume_in_another_mode(setup: Setup) -> None:
     """Through a consolidated state dict into another stage and mode; the run goes on as if unbroken."""
     for one, other in zip(MODES, MODES[1:] + MODES[:1], strict=True):
         options: dict[str, Any] = {"master_weights": True}
-        ddp, opt = one_line(low_precision_model(BF16), **options, **one)
+        ddp, opt = sharded_ddp(low_precision_model(BF16), **options, **one)
         train(setup, ddp, opt, *range(3))
         saved = consolidated(opt)
-        again, resumed = one_line(low_precision_model(BF16), **options, **other)
+        again, resumed = sharded_ddp(low_precision_model(BF16), **options, **other)
         with pytest.raises(ValueError, match=r"its master weight rounded.*Load the model's state dict.*before"):
             resumed.load_state_dict(saved)
         again.load_state_dict(ddp.state_dict())
         resumed.load_state_dict(saved)
-        _, without = one_line(low_precision_model(BF16), **other)
+        _, without = sharded_ddp(low_precision_model(BF16), **other)
         with pytest.raises(ValueError, match=r"'master_weight' for parameter.*master_weights=True"):
             without.load_state_dict(saved)
         for step in range(3, 6):
@@ -898,7 +911,7 @@ def _masters_travel_with_the_state(setup: Setup) -> None:
 
 
 @case(2)
-def _masters_of_an_optimizer_without_state(setup: Setup) -> None:
+def _masters_of_sgd_are_the_only_state_in_the_state_dict(setup: Setup) -> None:
     ddp = DistributedDataParallel(low_precision_model(BF16))
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, master_weights=True)
     train(setup, ddp, opt, *range(2))
@@ -911,7 +924,7 @@ def _masters_of_an_optimizer_without_state(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _groups_added_and_copies_have_masters(setup: Setup) -> None:
+def _added_groups_and_copies_of_the_optimizer_have_masters_of_their_own(setup: Setup) -> None:
     first, second = nn.Linear(8, 8, dtype=BF16), nn.Linear(8, 3, dtype=BF16)
     for layer in (first, second):
         for param in layer.parameters():
@@ -936,7 +949,7 @@ def _groups_added_and_copies_have_masters(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _uneven_inputs(setup: Setup) -> None:
+def _clipping_and_scaling_under_join_equal_ddp(setup: Setup) -> None:
     """A rank that has joined decides as the others do."""
     for stage in (1, 2):
         for options in ({"max_grad_norm": 0.1}, {"loss_scale": DynamicLossScale(initial=8.0), "max_grad_norm": 0.2}):
@@ -962,7 +975,7 @@ def _uneven_inputs(setup: Setup) -> None:
 
 
 @case(2)
-def _a_scaler_under_join_is_told(setup: Setup) -> None:
+def _a_grad_scaler_under_join_is_refused(setup: Setup) -> None:
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, zero_options={"max_grad_norm": 0.1}, stage=stage)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -974,7 +987,7 @@ def _a_scaler_under_join_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
+def _clipping_by_a_call_under_join_is_refused_in_stage_2(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW, overlap=False, stage=2)
     with Join([twins.model, twins.opt]):
         backward(setup, twins.model, 0)
@@ -986,8 +999,8 @@ def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _a_group_added_between_backward_and_step(setup: Setup) -> None:
-    """Is no change of the step: neither the first nor a later one waits for it, or raises."""
+def _a_group_added_between_backward_and_step_leaves_the_step_inside_backward(setup: Setup) -> None:
+    """Neither the first step nor a later one waits for it, or raises."""
 
     def add(_: nn.Module, optimizer: Any) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=False)]})
@@ -1000,8 +1013,8 @@ def _a_group_added_between_backward_and_step(setup: Setup) -> None:
         assert "changes gradients" not in twins.opt.explain()
 
 
-class _Choice(nn.Module):
-    """Uses one of two heads."""
+class OneOfTwoHeads(nn.Module):
+    """A third head is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1013,10 +1026,10 @@ class _Choice(nn.Module):
 
 
 @case(2)
-def _unused_parameters(setup: Setup) -> None:
+def _clipping_with_unused_parameters_equals_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         torch.manual_seed(0)
-        model = _Choice()
+        model = OneOfTwoHeads()
         options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
         plain_model = DistributedDataParallel(copy.deepcopy(model), **options)  # type: ignore[arg-type]
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=stage == 2, **options)  # type: ignore[arg-type]

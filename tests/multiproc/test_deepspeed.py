@@ -1,5 +1,7 @@
 """The engine with DeepSpeed's calls, bit for bit next to DDP, the unsharded optimizer and fp32 masters by hand."""
 
+import contextlib
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -796,24 +798,40 @@ def _the_optimizer_answers_as_deepspeeds(setup: Setup) -> None:
 
 
 @case(2)
-def _what_is_wrong_is_an_error(setup: Setup) -> None:
+def _engine_step_in_no_sync_or_without_engine_backward_is_refused(setup: Setup) -> None:
     engine = start(config(2, rounds=2))
     inputs, targets = next(iter(data(setup.rank, 1, FP32)))
     with pytest.raises(RuntimeError, match=r"engine\.step\(\) was called inside engine\.no_sync"), engine.no_sync():
         engine.step()
-    engine.step()
-    with pytest.raises(RuntimeError, match="after 1 of 2 rounds of a step"):
-        engine.set_train_batch_size(16)
+    engine.step()  # ends the first of two rounds, where nothing is stepped
     (engine(inputs) - targets).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"engine\.step\(\) needs an engine\.backward"):
         engine.step()
+
+
+@case(2)
+def _engine_backward_of_a_loss_that_is_no_scalar_is_refused(setup: Setup) -> None:
+    engine = start(config(2))
+    inputs, _ = next(iter(data(setup.rank, 1, FP32)))
     with pytest.raises(ValueError, match="scalar loss"):
         engine.backward(engine(inputs))
-    engine.zero_grad()
+
+
+@case(2)
+def _a_batch_size_between_rounds_or_of_no_whole_rounds_is_refused(setup: Setup) -> None:
+    engine = start(config(2, rounds=2))
     with pytest.raises(ConfigError, match="train_batch_size = "):
         engine.set_train_batch_size(17)
     engine.set_train_batch_size(8)
     assert engine.get_batch_info() == (8, 4, 1)
+    engine.set_train_batch_size(16)
+    engine.step()
+    with pytest.raises(RuntimeError, match="after 1 of 2 rounds of a step"):
+        engine.set_train_batch_size(8)
+
+
+@case(2)
+def _initialize_without_its_arguments_or_with_other_parallelism_is_refused(setup: Setup) -> None:
     with pytest.raises(ConfigError, match="FSDP2"):
         start(config(3))
     with pytest.raises(TypeError, match="one configuration"):
@@ -824,6 +842,11 @@ def _what_is_wrong_is_an_error(setup: Setup) -> None:
         start({"train_batch_size": 8})
     with pytest.raises(NotImplementedError, match=r"mpu=.* is not supported: only data parallelism"):
         start({"train_batch_size": 8}, mpu=object())
+
+
+@case(2)
+def _expert_parameters_are_refused_with_their_name(setup: Setup) -> None:
+    """Marked as DeepSpeed marks them: on the parameter, or in its group."""
     experts = Net()
     vars(next(experts.parameters()))["allreduce"] = False
     by_key = Net()
@@ -831,9 +854,18 @@ def _what_is_wrong_is_an_error(setup: Setup) -> None:
     for model, more in ((experts, {}), (by_key, {"model_parameters": groups})):
         with pytest.raises(NotImplementedError, match=r"'layers\.0\.weight'.*docs/parallel\.md"):
             start(config(1), model, **more)
+
+
+@case(2)
+def _a_loss_scale_without_fp16_is_refused(setup: Setup) -> None:
+    engine = start(config(2))
     assert isinstance(engine.optimizer, EngineOptimizer)
     with pytest.raises(RuntimeError, match="fp16 in the configuration where a loss scale is set"):
         engine.optimizer.loss_scale = 2.0
+
+
+@case(2)
+def _a_bf16_model_under_an_fp32_configuration_is_refused(setup: Setup) -> None:
     with pytest.raises(ConfigError, match=r"parameters of fp32.* got layers\.0\.weight"):
         start(config(1), Net().bfloat16())
 
@@ -857,13 +889,21 @@ def _forward_passes_run_under_autocast(setup: Setup) -> None:
 
 
 @case(2)
-def _progress_is_printed_and_written(setup: Setup) -> None:
+def _rank_0_prints_progress_times_and_memory_and_writes_csv(setup: Setup) -> None:
     document = {
         **config(1, FP16),
         "csv_monitor": {"enabled": True, "output_path": str(setup.folder), "job_name": "job"},
     }
     engine = start({**document, "wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2})
-    run(engine, list(data(setup.rank, 3, FP16)))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run(engine, list(data(setup.rank, 3, FP16)))
+    begins = [line.split(" | ")[0] for line in printed.getvalue().splitlines()]
+    expected = [
+        *("step=1, time (ms)", "step=1, memory"),
+        *("step=2, skipped=0, lr=[0.02], mom=[(0.9, 0.999)]", "step=2, time (ms)", "step=2, memory"),
+        *("step=3, time (ms)", "step=3, memory"),
+    ]
+    assert begins == (expected if setup.rank == 0 else [])
     dist.barrier()
     rows = (setup.folder / "job" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rows == ["step,lr", "8,0.02", "16,0.02", "24,0.02"]
@@ -874,7 +914,7 @@ def _progress_is_printed_and_written(setup: Setup) -> None:
 test_deepspeed = case.each()
 
 
-def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_check_prints_the_batch_or_refuses_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ddp_zero.__main__ import main
 
     file = tmp_path / "ds_config.json"

@@ -519,8 +519,17 @@ def _decays(name: str, param: nn.Parameter) -> dict[str, Any] | None:
     return {"weight_decay": 0.0} if param.ndim < 2 else None
 
 
+def _like(groups: list[dict[str, Any]], ddp: nn.Module, are_named: bool) -> list[dict[str, Any]]:
+    """Groups of named parameters, of the parameters of these names in another model."""
+
+    def param(name: str) -> Any:
+        return (name, ddp.get_parameter(name)) if are_named else ddp.get_parameter(name)
+
+    return [{**group, "params": [param(name) for name, _ in group["params"]]} for group in groups]
+
+
 @case(2)
-def _groups_in_all_forms(setup: Setup) -> None:
+def _groups_given_by_a_function_by_names_or_by_parameters_train_as_the_plain_groups(setup: Setup) -> None:
     for stage in (1, 2):
         expected = plain(build_model())
         named = list(expected.named_parameters())
@@ -530,31 +539,37 @@ def _groups_in_all_forms(setup: Setup) -> None:
             {"params": [(n, p) for n, p in named[1:] if p.ndim >= 2]},
         ]
         reference = AdamW([dict(group) for group in groups], **OPTIONS)
-        models = [wrapped(build_model()) for _ in range(3)]
-        forms: list[Any] = [
-            _decays,
-            [{**g, "params": [(n, models[1].get_parameter(n)) for n, _ in g["params"]]} for g in groups],
-            [{**g, "params": [models[2].get_parameter(n) for n, _ in g["params"]]} for g in groups],
-        ]
         hook = sum_in_rank_order if stage == 1 else None
-        opts = [
-            shard_optimizer(ddp, AdamW, stage=stage, params=form, hook=hook, **OPTIONS)
-            for ddp, form in zip(models, forms, strict=True)
-        ]
-        assert all("param_names" in group for opt in opts[:2] for group in opt.param_groups)
-        assert opts[0].state_dict()["param_groups"] == reference.state_dict()["param_groups"]
-        assert "param_names" not in opts[2].state_dict()["param_groups"][0], "as the plain optimizer's would be"
-        assert "'module.0.weight'" in internals.label_of(opts[2], 0), "names are known for messages"
+
+        def sharded(ddp: Any, params: Any) -> tuple[Any, ZeroRedundancyOptimizer]:
+            return ddp, shard_optimizer(ddp, AdamW, stage=stage, params=params, hook=hook, **OPTIONS)  # noqa: B023
+
+        with_names, with_parameters = wrapped(build_model()), wrapped(build_model())
+        sides = {
+            "by a function": sharded(wrapped(build_model()), _decays),
+            "by names": sharded(with_names, _like(groups, with_names, are_named=True)),
+            "by parameters": sharded(with_parameters, _like(groups, with_parameters, are_named=False)),
+        }
+        for form in ("by a function", "by names"):
+            assert all("param_names" in group for group in sides[form][1].param_groups)
+        of_function, of_parameters = sides["by a function"][1], sides["by parameters"][1]
+        assert of_function.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+        assert "param_names" not in of_parameters.state_dict()["param_groups"][0], "as the plain optimizer's would be"
+        assert "'module.0.weight'" in internals.label_of(of_parameters, 0), "names are known for messages"
         for inputs, targets in batches(setup.rank, 4):
             train_step(expected, reference, inputs, targets)
-            for ddp, opt in zip(models, opts, strict=True):
+            for form, (ddp, opt) in sides.items():
                 train_step(ddp, opt, inputs, targets)
-                assert_same_values(expected.module, ddp.module, f"groups, stage {stage}")
+                assert_same_values(expected.module, ddp.module, f"groups {form}, stage {stage}")
+
+
+@case(2)
+def _parameters_that_are_not_given_stay_as_they_were(setup: Setup) -> None:
     ddp = wrapped(build_model())
-    few = shard_optimizer(ddp, AdamW, params=[ddp.module[0].weight, ddp.module[0].bias], lr=0.1)
+    opt = shard_optimizer(ddp, AdamW, params=[ddp.module[0].weight, ddp.module[0].bias], lr=0.1)
     before = copy.deepcopy(ddp.module)
     for inputs, targets in batches(setup.rank, 3):
-        train_step(ddp, few, inputs, targets)
+        train_step(ddp, opt, inputs, targets)
     moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), ddp.module.parameters(), strict=True)]
     assert moved == [True, True] + [False] * (len(moved) - 2)
 

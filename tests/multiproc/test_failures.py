@@ -107,11 +107,11 @@ def _one_rank_fails(setup: Setup) -> None:
     _standalone(setup, {1})
 
 
-def _several_ranks_fail(setup: Setup) -> None:
+def _all_ranks_but_one_fail(setup: Setup) -> None:
     _standalone(setup, set(range(setup.world_size)) - {1})
 
 
-def _a_rank_that_owns_nothing(setup: Setup) -> None:
+def _rank_0_owns_the_only_parameter(setup: Setup) -> None:
     """It steps empty groups, and that fails; then the owner fails, and it hears."""
     for failing in ({1}, {0}):
         param = nn.Parameter(torch.ones(5))
@@ -127,8 +127,8 @@ def _a_rank_that_owns_nothing(setup: Setup) -> None:
         assert_replicas_agree([param])
 
 
-def _adafactor_on_an_empty_parameter(setup: Setup) -> None:
-    """Torch's own Adafactor divides by the number of elements."""
+def _adafactor_fails_on_an_empty_parameter(setup: Setup) -> None:
+    """Torch's own Adafactor divides by the number of elements: only the parameter's owner gets that error."""
     params = [nn.Parameter(torch.randn(20, 10)), nn.Parameter(torch.randn(19, 10)), nn.Parameter(torch.empty(0, 4))]
     opt = ZeroRedundancyOptimizer(params, torch.optim.Adafactor, lr=0.1)
     for param in params:
@@ -196,20 +196,22 @@ def _goes_on(setup: Setup, ddp: Any, opt: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_of_one_rank_is_raised_on_all(world_size: int) -> None:
-    run_ranks(_several, world_size, [_one_rank_fails, _several_ranks_fail, _adafactor_on_an_empty_parameter])
+def test_errors_in_local_steps_of_some_ranks_are_raised_on_all(world_size: int) -> None:
+    bodies = [_one_rank_fails, _all_ranks_but_one_fail, _adafactor_fails_on_an_empty_parameter]
+    run_ranks(_run_in_turn, world_size, bodies)
 
 
-def _several(setup: Setup, bodies: list[Callable[[Setup], None]]) -> None:
+def _run_in_turn(setup: Setup, bodies: list[Callable[[Setup], None]]) -> None:
+    """One spawn for all; a failing body is in the traceback."""
     for body in bodies:
         body(setup)
 
 
-def test_a_rank_that_owns_nothing_fails_or_hears_of_it() -> None:
-    run_ranks(_a_rank_that_owns_nothing, 2)
+def test_errors_of_a_rank_without_parameters_and_of_the_owner_are_raised_on_both() -> None:
+    run_ranks(_rank_0_owns_the_only_parameter, 2)
 
 
-def _alone(setup: Setup) -> None:
+def _world_of_one(setup: Setup) -> None:
     param = nn.Parameter(torch.ones(5))
     opt = ZeroRedundancyOptimizer([param], Failing, lr=0.1)
     param.grad = torch.ones(5)
@@ -221,13 +223,13 @@ def _alone(setup: Setup) -> None:
     assert torch.equal(param.detach(), torch.ones(5) - 0.1 - 0.1)
 
 
-def test_a_process_alone_raises_at_once() -> None:
-    run_ranks(_alone, 1)
+def test_with_one_rank_the_error_is_raised_and_training_goes_on() -> None:
+    run_ranks(_world_of_one, 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_error_of_one_rank_is_raised_on_all_under_ddp(mode: str, world_size: int) -> None:
+def test_an_error_in_the_local_step_of_one_rank_is_raised_on_all_under_ddp(mode: str, world_size: int) -> None:
     run_ranks(_under_ddp, world_size, mode)
 
 

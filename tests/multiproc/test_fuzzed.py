@@ -111,8 +111,8 @@ class Wrapped(Twins):
 
 
 @case(2, 3)
-def _a_static_graph_and_an_unused_parameter_added_later(setup: Setup) -> None:
-    """The overlapped step took the zeros of its bucket for a gradient."""
+def _an_unused_parameter_added_to_a_static_graph_is_never_stepped(setup: Setup) -> None:
+    """Its bucket holds zeros, which are no gradient: weight decay would move it."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -134,8 +134,8 @@ def _a_static_graph_and_an_unused_parameter_added_later(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
-    """A parameter that was frozen when the model was wrapped: its owner's own gradient moved it on all ranks."""
+def _a_parameter_unfrozen_after_wrapping_is_refused_as_not_reduced(setup: Setup) -> None:
+    """Otherwise the owner's own gradient would move it on all ranks."""
     modes: tuple[dict[str, Any], ...] = ({}, {"overlap_with_ddp": False})
     for zero_options in (*modes, *({"stage": 2, **mode} for mode in modes)):
         twins = Wrapped(zero_options=zero_options, lr=0.1)
@@ -154,8 +154,8 @@ def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _what_ddp_reduces_for_another_optimizer_is_not_counted(setup: Setup) -> None:
-    """DDP reduces as many parameters as the optimizer has, but not the same: its owner's own gradient moved one."""
+def _a_parameter_that_ddp_does_not_reduce_is_refused_where_it_reduces_as_many_others(setup: Setup) -> None:
+    """A count of reduced parameters cannot tell: DDP reduces as many as the optimizer has, but not the same."""
 
     def middle(model: nn.Module) -> Any:
         return [model.get_parameter("1.weight"), model.get_parameter("1.bias")]
@@ -172,7 +172,7 @@ def _what_ddp_reduces_for_another_optimizer_is_not_counted(setup: Setup) -> None
 
 
 @case(2, 3)
-def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
+def _a_gradient_that_all_ranks_set_alike_is_stepped_and_one_that_differs_is_refused(setup: Setup) -> None:
     twins = Wrapped(lr=0.1)
     extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     for (_, optimizer), param in zip(twins.sides, extra, strict=True):
@@ -192,7 +192,7 @@ def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
 
 @case(2, 3)
 def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> None:
-    """Where one rank owns all of a group, options that its step computes were old on the others, and in their saves."""
+    """One rank owns all of the group; options that its step computes must reach the others, and their state dicts."""
     modes: list[dict[str, Any]] = [{"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}]
     modes += [mode | {"nonfinite": "skip"} for mode in modes[::2]]
     for zero_options in modes:
@@ -210,7 +210,7 @@ def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> Non
 
 
 @case(2)
-def _a_scheduled_tensor_learning_rate_in_a_loop_without_step(setup: Setup) -> None:
+def _a_scheduled_tensor_learning_rate_without_opt_step_equals_ddp(setup: Setup) -> None:
     twins = Wrapped(lr=torch.tensor(0.1))
     twins.plain.param_groups[0]["lr"] = torch.tensor(0.1)  # of its own
     before = [param.detach().clone() for param in twins.module.parameters()]
@@ -228,8 +228,8 @@ def _a_scheduled_tensor_learning_rate_in_a_loop_without_step(setup: Setup) -> No
 
 
 @case(2, 3)
-def _passes_that_no_hook_has_seen_may_be_local(setup: Setup) -> None:
-    """The optimizer learns of its DDP model at the first step, if that was wrapped later, as after a copy."""
+def _a_step_after_a_pass_in_no_sync_of_a_copied_model_is_refused(setup: Setup) -> None:
+    """No hook sees that pass: a copy learns of its DDP model, which is wrapped later, at its first step."""
     twins = Wrapped(zero_options={"overlap_with_ddp": False}, lr=0.1)
     twins.train(setup, 2)
     twins.copy()
@@ -258,8 +258,8 @@ def _join(twins: Wrapped, setup: Setup, counts: list[int], shape: tuple[int, ...
 
 
 @case(2, 3)
-def _join_before_the_buckets_are_known_with_odd_strides(setup: Setup) -> None:
-    """Ranks that had joined sent their parameters in another order of elements than those that still trained."""
+def _join_in_the_first_iterations_of_a_channels_last_model_equals_ddp(setup: Setup) -> None:
+    """Buckets are not known yet: ranks that have joined must send elements in the order of those that still train."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in ((3, 1), (1, 4), (4, 3))))
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -270,8 +270,8 @@ def _join_before_the_buckets_are_known_with_odd_strides(setup: Setup) -> None:
 
 
 @case(2)
-def _a_memory_format_that_changes_right_after_buckets_were_built(setup: Setup) -> None:
-    """Buckets that no pass had used yet were read by the strides of after the change."""
+def _a_memory_format_changed_before_the_first_pass_over_new_buckets_equals_ddp(setup: Setup) -> None:
+    """DDP's buckets keep the strides of when they were built, and must be read by these."""
     for static_graph, steps in ((False, 1), (True, 2)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3, padding=1))
@@ -288,8 +288,8 @@ def _a_memory_format_that_changes_right_after_buckets_were_built(setup: Setup) -
 
 
 @case(2)
-def _a_plan_that_changes_after_a_memory_format_has(setup: Setup) -> None:
-    """A new plan took the strides of now for those of DDP's buckets, and mixed up the elements of gradients."""
+def _a_group_added_after_a_changed_memory_format_equals_ddp(setup: Setup) -> None:
+    """The new plan must keep the strides of DDP's buckets, not take those of the parameters now."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in ((3, 5), (5, 4), (4, 4))))
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -321,8 +321,8 @@ class _TakesFloats(nn.Module):
 
 
 @case(2, 3)
-def _a_memory_format_that_changes_with_low_precision_and_norms(setup: Setup) -> None:
-    """Gradients kept the old strides: torch rounds bf16, and adds up norms, in another order of elements then.
+def _a_changed_memory_format_equals_ddp_in_bf16_and_with_norms(setup: Setup) -> None:
+    """Gradients must have the new strides: torch rounds bf16, and adds up norms, in the order of elements in memory.
 
     DDP's own reducer mixes up elements after the change, so the reference is wrapped again.
     """
@@ -345,8 +345,8 @@ def _a_memory_format_that_changes_with_low_precision_and_norms(setup: Setup) -> 
 
 
 @case(2)
-def _a_memory_format_that_changes_under_masters_of_parts(setup: Setup) -> None:
-    """The message was that of a master that is not its parameter."""
+def _a_changed_memory_format_of_cut_parameters_with_masters_is_refused(setup: Setup) -> None:
+    """With the error of changed elements, not with that of a master that differs from its parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(_TakesFloats(), nn.Conv2d(3, 20, 3, padding=1), nn.Conv2d(20, 4, 3, padding=1)).bfloat16()
     ddp = DistributedDataParallel(model)
@@ -363,8 +363,8 @@ def _a_memory_format_that_changes_under_masters_of_parts(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _gradients_that_are_left_over_after_an_exception(setup: Setup) -> None:
-    """The interrupted forward pass counted as one whose gradients DDP averages, and the new model was not watched."""
+def _a_step_after_an_exception_and_a_pass_in_no_sync_is_refused(setup: Setup) -> None:
+    """The interrupted forward pass must not count as one whose gradients DDP averages; the new model is watched."""
     for calls_attach in (True, False):
         twins = Wrapped(zero_options={"overlap_with_ddp": False}, lr=0.1)
         twins.train(setup, 9)  # from here on ranks no longer compare gradients in every step
@@ -393,8 +393,8 @@ def _fail(*_: object) -> None:
 
 
 @case(2, 3)
-def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
-    """The skipped step left a comparison of options open, which met the messages of ranks that had joined."""
+def _join_after_a_skipped_step_equals_ddp(setup: Setup) -> None:
+    """The skipped step must leave no comparison of options open: it would meet messages of ranks that have joined."""
     for zero_options in ({"stage": 2, "overlap_with_ddp": False}, {}):
         twins = Wrapped(zero_options={"max_grad_norm": 0.1, **zero_options}, lr=0.1)
         before = [param.detach().clone() for param in twins.module.parameters()]
@@ -412,7 +412,7 @@ def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
 
 
 @case(2)
-def _methods_of_the_inner_class_in_a_loop_without_step(setup: Setup) -> None:
+def _eval_and_train_of_the_inner_class_without_opt_step_equal_ddp(setup: Setup) -> None:
     twins = Wrapped(ToyScheduleFree, lr=0.1)
     twins.train(setup, 4, calls_step=False)
     for _, optimizer in twins.sides:
@@ -424,7 +424,7 @@ def _methods_of_the_inner_class_in_a_loop_without_step(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _states_that_a_method_creates_come_after_those_of_the_step(setup: Setup) -> None:
+def _a_state_that_eval_creates_comes_after_those_of_the_step_in_the_state_dict(setup: Setup) -> None:
     model = mlp()
     model.get_parameter("1.weight").requires_grad_(False)
     twins = Wrapped(ToyScheduleFree, model=model, lr=0.1)
@@ -440,8 +440,8 @@ def _states_that_a_method_creates_come_after_those_of_the_step(setup: Setup) -> 
 
 
 @case(2)
-def _a_skipped_step_after_wrapping_again(setup: Setup) -> None:
-    """A new hook knows that the loop calls ``step()``: what is left out is dropped, not taken later."""
+def _a_pass_without_opt_step_after_wrapping_again_is_dropped_as_in_ddp(setup: Setup) -> None:
+    """The loop has called ``step()`` before: the new hook must not take the omitted step at the next pass."""
     twins = Wrapped(SGD, lr=0.1)
     twins.train(setup, 4)
     twins.opt.reset()
@@ -454,10 +454,10 @@ def _a_skipped_step_after_wrapping_again(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_at_odd_places_are_compared(setup: Setup) -> None:
+def _the_first_step_of_a_copy_compares_gradients_that_are_views_of_one_bucket(setup: Setup) -> None:
     twins = Wrapped(zero_options={"overlap_with_ddp": False}, ddp_options={"bucket_cap_mb": 25}, lr=0.1)
     twins.train(setup, 2)
-    twins.copy()  # the first step compares gradients, which are views of one bucket
+    twins.copy()  # a bucket of 25 MB holds them all
     assert {param.grad for param in twins.module.parameters()} == {None}
     before = [param.detach().clone() for param in twins.module.parameters()]
     twins.train(setup, 2)
@@ -465,8 +465,8 @@ def _gradients_at_odd_places_are_compared(setup: Setup) -> None:
 
 
 @case(2)
-def _masters_refreshed_between_backward_and_step(setup: Setup) -> None:
-    """Too late: the step was taken from the masters of before."""
+def _refresh_master_weights_between_backward_and_step_is_refused(setup: Setup) -> None:
+    """The step inside backward was taken from the old masters."""
     twins = Wrapped(model=mlp().bfloat16(), zero_options={"master_weights": True}, lr=0.1)
     for step in range(3):
         twins.opt.zero_grad()
@@ -482,7 +482,7 @@ def _masters_refreshed_between_backward_and_step(setup: Setup) -> None:
 
 
 @case(2)
-def _empty_parameters_at_odd_places(setup: Setup) -> None:
+def _an_empty_parameter_between_others_in_flat_storage_or_not_equals_ddp(setup: Setup) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

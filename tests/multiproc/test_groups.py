@@ -94,7 +94,7 @@ def twins(
     return sharded_twins(model, build, ddp=ddp, options=OPTIONS, shard_group=group, **mode)
 
 
-def follow(setup: Setup, pair: Twins, where: str) -> None:
+def train_beside_ddp(setup: Setup, pair: Twins, where: str) -> None:
     """Train both: after each step all ranks have the plain optimizer's bits, and at the end they have moved."""
 
     def on_all_ranks(step: int) -> None:
@@ -121,7 +121,7 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations
     for name, mode in configurations.items():
         for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
             pair = twins(mode, group, build)
-            follow(setup, pair, name)
+            train_beside_ddp(setup, pair, name)
             ddp, opt = pair.model, pair.opt
             owned = internals.owned_indices(opt)
             assert 0 < len(owned) < len(list(ddp.parameters()))
@@ -133,7 +133,7 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations
 
 
 @case(4)
-def _rings_within_and_across(setup: Setup) -> None:
+def _sums_in_rings_within_and_across_groups_keep_ranks_equal(setup: Setup) -> None:
     group = by_node(range(4))
     pair = twins(MODES["stage 2, interleaved"], group)
     with rings_for_all() as transfers:
@@ -145,7 +145,7 @@ def _rings_within_and_across(setup: Setup) -> None:
 
 
 @case(4)
-def _where_messages_are_not_direct(setup: Setup) -> None:
+def _collectives_in_place_of_direct_messages_equal_ddp_without_threads(setup: Setup) -> None:
     """As in an accelerator's memory: collectives of each group in turn, and no thread."""
     group = by_node(range(4))
     with (
@@ -153,7 +153,7 @@ def _where_messages_are_not_direct(setup: Setup) -> None:
         mock.patch.object(ranks_module.Ranks, "run_in_background", side_effect=AssertionError("a thread")),
     ):
         for mode in ("stage 2, interleaved", "stage 2, in forward", "stage 2, clipped"):
-            follow(setup, twins(MODES[mode], group), mode)
+            train_beside_ddp(setup, twins(MODES[mode], group), mode)
 
 
 class Breaking(torch.autograd.Function):
@@ -184,7 +184,7 @@ class Breakable(nn.Module):
 
 
 @case(4)
-def _an_interrupted_backward_pass(setup: Setup) -> None:
+def _training_after_an_interrupted_backward_pass_equals_ddp(setup: Setup) -> None:
     """Sums in flight, within groups and across, are dropped; what follows is not mixed up with them."""
     group = by_node(range(4))
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def _an_interrupted_backward_pass(setup: Setup) -> None:
 
 
 @case(4)
-def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
+def _a_sum_without_a_waiter_ends_and_frees_its_memory(setup: Setup) -> None:
     """As after a backward pass that was interrupted: once nothing is in flight, its memory is free."""
     ranks = ranks_module.build_ranks(None, by_node(range(4)))
     whole = torch.full((6,), float(setup.rank))
@@ -235,18 +235,18 @@ def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
 
 
 @case(4)
-def _groups_of_one_and_of_everyone(setup: Setup) -> None:
+def _groups_of_one_rank_and_of_all_ranks_equal_ddp(setup: Setup) -> None:
     """Groups of one rank replicate everything; a group of all ranks is no group."""
     for size in (1, 4):
         group = by_node(range(4), size)
         for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, clipped"):
             pair = twins(MODES[mode], group)
             assert (internals.ranks_of(pair.opt).replicas is None) == (size == 4)
-            follow(setup, pair, f"{mode}, groups of {size}")
+            train_beside_ddp(setup, pair, f"{mode}, groups of {size}")
 
 
 @case(6)
-def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
+def _shard_groups_used_again_among_more_nodes_keep_ranks_equal(setup: Setup) -> None:
     """First two nodes train a model, then all three."""
     group, two_nodes = by_node(range(6)), dist.new_group([0, 1, 2, 3])
     for everyone, size in ((two_nodes, 4), (None, 6)):
@@ -266,17 +266,17 @@ def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
 
 
 @case(6, marks=[pytest.mark.nightly])
-def _three_groups_and_groups_of_three(setup: Setup) -> None:
+def _three_groups_of_two_and_two_of_three_equal_ddp(setup: Setup) -> None:
     for size in (2, 3):
         group = by_node(range(6), size)
         for mode in ("stage 1, overlapped", "stage 2, interleaved"):
             pair = twins(MODES[mode], group)
-            follow(setup, pair, f"{mode}, groups of {size}")
+            train_beside_ddp(setup, pair, f"{mode}, groups of {size}")
             assert internals.ranks_of(pair.opt).num_replicas == 6 // size
 
 
 @case(4)
-def _bf16_travels_and_is_rounded_between_groups(setup: Setup) -> None:
+def _bf16_parameters_equal_ddp_and_bf16_messages_keep_ranks_equal(setup: Setup) -> None:
     group = by_node(range(4))
     for low in (True, False):
         model = build_model().bfloat16() if low else build_model()
@@ -297,10 +297,11 @@ def _bf16_travels_and_is_rounded_between_groups(setup: Setup) -> None:
 
 
 @case(4)
-def _accumulation_matches(setup: Setup) -> None:
+def _accumulated_steps_equal_ddp_and_agree_on_all_ranks(setup: Setup) -> None:
+    """In `no_sync()`, or in `accumulate()`, which reduces every pass."""
     group = by_node(range(4))
     for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, after backward"):
-        for local in (True, False):
+        for in_no_sync in (True, False):
             plain, (ddp, opt) = twins(MODES[mode], group).sides
             before = copy.deepcopy(ddp.module)
             data = list(batches(setup.rank, 3 * STEPS))
@@ -308,17 +309,24 @@ def _accumulation_matches(setup: Setup) -> None:
                 for number in range(3):
                     inputs, targets = data[3 * step + number]
                     is_last = number == 2
-                    with nullcontext() if is_last or not local else plain[0].no_sync():
-                        loss_of(plain[0], inputs, targets).backward()
-                    within = nullcontext() if is_last else ddp.no_sync() if local else opt.accumulate()
-                    with within:
-                        loss_of(ddp, inputs, targets).backward()
+                    if is_last:
+                        contexts = nullcontext(), nullcontext()
+                    elif in_no_sync:
+                        contexts = plain[0].no_sync(), ddp.no_sync()
+                    else:
+                        contexts = nullcontext(), opt.accumulate()
+                    for model, context in zip((plain[0], ddp), contexts, strict=True):
+                        with context:
+                            loss_of(model, inputs, targets).backward()
                 for optimizer in (plain[1], opt):
                     optimizer.step()
                     optimizer.zero_grad()
                 assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}")
-                if local:
+                if in_no_sync:
                     assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
+                else:  # DDP averages the sum so far again in every pass, `accumulate()` does not: other rounding
+                    for expected, found in zip(plain[0].parameters(), ddp.parameters(), strict=True):
+                        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
             assert_moved(before, ddp.module)
 
 
@@ -339,7 +347,7 @@ def loss_of_switched(model: nn.Module, inputs: Tensor, targets: Tensor, uses_oth
 
 
 @case(4)
-def _unused_parameters(setup: Setup) -> None:
+def _a_layer_that_one_replica_uses_equals_ddp(setup: Setup) -> None:
     """One replica alone uses a layer in some steps, and none does in others: then it is not stepped."""
     group = by_node(range(4))
     for stage in (1, 2):
@@ -352,7 +360,7 @@ def _unused_parameters(setup: Setup) -> None:
 
 
 @case(4)
-def _freezing_in_training(setup: Setup) -> None:
+def _a_parameter_frozen_and_unfrozen_equals_ddp(setup: Setup) -> None:
     group = by_node(range(4))
     for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
         pair = twins(MODES[mode], group, find_unused_parameters=True)
@@ -390,7 +398,7 @@ def _an_overflow_in_one_replica_skips_the_step_of_all(setup: Setup) -> None:
 
 
 @case(4)
-def _grad_scaler(setup: Setup) -> None:
+def _an_overflow_on_one_rank_under_a_grad_scaler_skips_the_step_of_all(setup: Setup) -> None:
     group = by_node(range(4))
     for stage in (1, 2):
         ddp = wrapped(build_model())
@@ -413,7 +421,7 @@ def _grad_scaler(setup: Setup) -> None:
 
 
 @case(4)
-def _norms_and_whole_gradients(setup: Setup) -> None:
+def _clip_grad_norm_and_full_grad_equal_ddp(setup: Setup) -> None:
     """Norms count every parameter once, though each of them has two owners."""
     group = by_node(range(4))
     for mode in ("stage 1, standalone", "stage 2, after backward"):
@@ -433,7 +441,7 @@ def _norms_and_whole_gradients(setup: Setup) -> None:
 
 
 @case(4)
-def _standalone_without_ddp(setup: Setup) -> None:
+def _a_standalone_optimizer_equals_the_plain_one_and_explains_its_group(setup: Setup) -> None:
     group = by_node(range(4))
     params = list(build_model().parameters())
     expected = copy.deepcopy(params)
@@ -453,7 +461,7 @@ def _standalone_without_ddp(setup: Setup) -> None:
 
 
 @case(4)
-def _added_groups_and_copies(setup: Setup) -> None:
+def _added_groups_equal_ddp_and_a_copy_has_replicas(setup: Setup) -> None:
     group = by_node(range(4))
     for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
         model = build_model()
@@ -489,7 +497,7 @@ def _added_groups_and_copies(setup: Setup) -> None:
 
 
 @case(4)
-def _state_is_gathered_to_any_rank_and_loaded(setup: Setup) -> None:
+def _state_gathered_to_any_rank_is_the_plain_optimizers_and_loads(setup: Setup) -> None:
     group = by_node(range(4))
     pair = twins(MODES["stage 1, overlapped"], group)
     pair.train(setup, 3)
@@ -505,7 +513,7 @@ def _state_is_gathered_to_any_rank_and_loaded(setup: Setup) -> None:
 
 
 @case(4)
-def _dcp_saves_each_state_once(setup: Setup) -> None:
+def _a_dcp_checkpoint_resumes_bit_for_bit(setup: Setup) -> None:
     group = by_node(range(4))
     in_order = SumByGroup(2).average  # the same for the first buckets of a model as for later ones
     ddp = wrapped(build_model())
@@ -559,7 +567,7 @@ def _an_error_in_one_replica_is_raised_on_all_ranks(setup: Setup) -> None:
 
 
 @case(4)
-def _options_that_differ_between_replicas_are_told(setup: Setup) -> None:
+def _options_that_differ_between_replicas_are_refused(setup: Setup) -> None:
     group = by_node(range(4))
     ddp = wrapped(build_model())
     opt = shard_optimizer(ddp, SGD, shard_group=group, overlap=False, **OPTIONS)
@@ -571,7 +579,7 @@ def _options_that_differ_between_replicas_are_told(setup: Setup) -> None:
 
 
 @case(4)
-def _gradients_that_only_a_group_has_averaged_are_refused(setup: Setup) -> None:
+def _gradients_averaged_within_a_shard_group_alone_are_refused(setup: Setup) -> None:
     """Averages of a node differ from those of another one."""
     group = by_node(range(4))
     params = list(build_model().parameters())
@@ -588,15 +596,14 @@ def _gradients_that_only_a_group_has_averaged_are_refused(setup: Setup) -> None:
     assert opt.world_size == 4
 
 
-@case(4)
-def _what_does_not_fit_is_refused(setup: Setup) -> None:
-    rank = setup.rank
+def _sharded_by(group: Any) -> tuple[nn.Module, Any]:
     ddp = wrapped(build_model())
+    return ddp, shard_optimizer(ddp, SGD, shard_group=group, **OPTIONS)
 
-    def build(group: Any) -> Any:
-        return shard_optimizer(ddp, SGD, shard_group=group, **OPTIONS)
 
-    mine = by_node(range(4))
+@case(4)
+def _shard_groups_that_do_not_partition_the_ranks_are_refused(setup: Setup) -> None:
+    rank = setup.rank
     lists = {"disjoint": [[0, 1], [1, 2, 3]], "equal size": [[0], [1, 2, 3]], "one order": [[0, 3], [1, 2]]}
     for message, groups in lists.items():
         built = [dist.new_group(members) for members in groups]
@@ -604,39 +611,65 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
             group for group, members in zip(reversed(built), reversed(groups), strict=True) if rank in members
         )
         with pytest.raises(ValueError, match=rf"Expected .*{message}.*, got .*init_device_mesh"):
-            build(chosen)
+            _sharded_by(chosen)
     other = dist.new_group([0, 1])
     with pytest.raises(ValueError if rank > 1 else RuntimeError, match="must contain the process that passes it"):
-        build(other)
+        _sharded_by(other)
+
+
+@case(4)
+def _a_mesh_as_shard_group_is_refused(setup: Setup) -> None:
     with pytest.raises(TypeError, match=r"Expected shard_group to be a torch\.distributed\.ProcessGroup or None, got"):
-        build(init_device_mesh("cpu", (2, 2)))
+        _sharded_by(init_device_mesh("cpu", (2, 2)))
+
+
+@case(4)
+def _a_shard_group_on_some_ranks_alone_is_refused(setup: Setup) -> None:
+    rank, mine = setup.rank, by_node(range(4))
     for without in ([0], [3], [0, 1], [1, 2, 3]):
         given = None if rank in without else mine
         other = next(one for one in range(4) if (one in without) != (0 in without))
         first, second = ("None", "a process group") if 0 in without else ("a process group", "None")
         message = f"the same shard_group on every rank .*, got {first} on rank 0 .* and {second} on rank {other} .*506"
         with pytest.raises(ValueError, match=message):
-            build(given)
+            _sharded_by(given)
+
+
+@case(4)
+def _a_shard_group_beyond_the_process_group_is_refused(setup: Setup) -> None:
     whole = dist.new_group([0, 1, 2, 3])
     smaller = dist.new_group([0, 1])
-    if rank < 2:
+    if setup.rank < 2:
         with pytest.raises(ValueError, match=r"within the ranks that train together, .* got global rank 2"):
             ZeroRedundancyOptimizer(
                 build_model().parameters(), SGD, process_group=smaller, shard_group=whole, **OPTIONS
             )
-    opt = build(mine)
+
+
+@case(4)
+def _join_with_a_shard_group_is_refused(setup: Setup) -> None:
+    ddp, opt = _sharded_by(by_node(range(4)))
     with pytest.raises(NotImplementedError, match="Join does not support shard_group"):
         Join([ddp, opt])
-    different = nn.Linear(3, 3 + rank // 2)
+
+
+@case(4)
+def _parameters_that_differ_between_shard_groups_are_refused(setup: Setup) -> None:
+    different = nn.Linear(3, 3 + setup.rank // 2)
     with pytest.raises(ValueError, match=r"the same parameter 0 on every rank"):
-        ZeroRedundancyOptimizer(different.parameters(), SGD, shard_group=mine, **OPTIONS)
+        ZeroRedundancyOptimizer(different.parameters(), SGD, shard_group=by_node(range(4)), **OPTIONS)
+
+
+@case(4)
+def _a_process_group_that_is_not_that_of_ddp_is_refused(setup: Setup) -> None:
+    ddp, mine = wrapped(build_model()), by_node(range(4))
     overlapped = ZeroRedundancyOptimizer(ddp.parameters(), SGD, process_group=mine, overlap_with_ddp=True, **OPTIONS)
     with pytest.raises(ValueError, match="Expected the optimizer and the DDP model on the same ranks"):
         ddp_zero.hook_with_zero_step(None, ddp, overlapped)
 
 
 @case(4)
-def _groups_of_a_device_mesh_and_groups_across_that_are_used_again(setup: Setup) -> None:
+def _groups_of_a_device_mesh_build_their_replica_group_once(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
     with mock.patch.object(ranks_module, "build_replica_group", wraps=ranks_module.build_replica_group) as build:
         for _ in range(3):

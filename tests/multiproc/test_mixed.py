@@ -417,23 +417,35 @@ def _a_rank_without_parameters_of_a_class_resumes(setup: Setup) -> None:
             assert_identical(runs[0], run, f"{way}, {kind.__name__}, stage {stage}")
 
 
-@case(2)
-def _classes_that_cannot_share_a_step_are_refused(setup: Setup) -> None:
-    def groups(kind: type[Optimizer]) -> list[dict[str, Any]]:
-        found = groups_of(ddp)
-        found[1] = {"params": found[1]["params"], "optimizer_class": kind}
-        return found
+def _groups_with(ddp: Any, kind: Any) -> list[dict[str, Any]]:
+    """The groups of a model, the second with this optimizer class."""
+    groups = groups_of(ddp)
+    groups[1] = {"params": groups[1]["params"], "optimizer_class": kind}
+    return groups
 
+
+@case(2)
+def _optimizer_classes_of_a_group_that_cannot_be_sharded_are_refused(setup: Setup) -> None:
     ddp = ddp_of(language(), 1)
     with pytest.raises(NotImplementedError, match=r"got Wraps, which keeps an optimizer as 'inside'.*ZERO-128"):
-        ZeroRedundancyOptimizer(groups(Wraps), AdamW)
+        ZeroRedundancyOptimizer(_groups_with(ddp, Wraps), AdamW)
     with pytest.raises(NotImplementedError, match="LBFGS cannot be sharded"):
-        ZeroRedundancyOptimizer(groups(torch.optim.LBFGS), AdamW)
+        ZeroRedundancyOptimizer(_groups_with(ddp, torch.optim.LBFGS), AdamW)
     with pytest.raises(TypeError, match=r"of parameter group 1 to be a torch.optim.Optimizer class.*101"):
-        ZeroRedundancyOptimizer(groups("Muon"), AdamW)  # type: ignore[arg-type]
+        ZeroRedundancyOptimizer(_groups_with(ddp, "Muon"), AdamW)
+
+
+@case(2)
+def _muon_over_elements_is_refused(setup: Setup) -> None:
+    ddp = ddp_of(language(), 1)
     with pytest.raises(TypeError, match=r"partition='elements' needs an optimizer.*Muon"):
         ZeroRedundancyOptimizer([groups_of(ddp)[1]], torch.optim.Muon, partition="elements")
-    opt = ZeroRedundancyOptimizer(groups(KeepsStray), AdamW)
+
+
+@case(2)
+def _state_that_belongs_to_no_parameter_is_refused_at_the_step(setup: Setup) -> None:
+    ddp = ddp_of(language(), 1)
+    opt = ZeroRedundancyOptimizer(_groups_with(ddp, KeepsStray), AdamW)
     ddp(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
     with pytest.raises(NotImplementedError, match=r"got 'steps', which belongs to none.*ZERO-128"):
         opt.step()

@@ -213,8 +213,8 @@ def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @case(2, 3, few=pairwise(BOTH, BOTH, BOTH), every=[*product(BOTH, BOTH, BOTH)])
-def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> None:
-    for overlap, interleaved, names_it in configurations:
+def _accumulated_passes_equal_the_sum_of_averages(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> None:
+    for overlap, interleaved, says_accumulate in configurations:
         twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, overlap=overlap)
         twins.train(setup, 3)
         data = list(batches(setup.rank, 12, seed=1))
@@ -223,7 +223,7 @@ def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> 
             _reference_step(twins, data[first : first + 3])
             twins.opt.zero_grad()
             for inputs, targets in data[first : first + 2]:
-                with twins.opt.accumulate() if names_it or overlap else nullcontext():
+                with twins.opt.accumulate() if says_accumulate or overlap else nullcontext():
                     loss_of(twins.model, inputs, targets).backward()
                 assert all(map(torch.equal, before, twins.model.parameters())), "a step was taken"
                 for param in twins.model.parameters():
@@ -235,7 +235,7 @@ def _accumulate(setup: Setup, configurations: list[tuple[bool, bool, bool]]) -> 
 
 
 @case(2)
-def _accumulate_from_the_start(setup: Setup) -> None:
+def _passes_accumulated_from_the_first_iteration_on_equal_the_sum_of_their_averages(setup: Setup) -> None:
     """While DDP's layouts are not final, too, each pass is averaged on its own."""
     for overlap in BOTH:
         twins = build_overlapped_twins(MOMENTUM, overlap=overlap)
@@ -250,7 +250,7 @@ def _accumulate_from_the_start(setup: Setup) -> None:
 
 
 @case(2)
-def _both_policies_equal_one_large_batch(setup: Setup) -> None:
+def _no_sync_and_accumulate_are_close_to_one_large_batch(setup: Setup) -> None:
     """To 1e-5: sums over samples associate otherwise."""
     for policy in ("no_sync", "accumulate"):
         twins = build_overlapped_twins(MOMENTUM)
@@ -266,7 +266,7 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
 
 
 @case(2)
-def _accumulate_in_low_precision(setup: Setup) -> None:
+def _bf16_gradients_accumulate_in_fp32(setup: Setup) -> None:
     """Many small bf16 gradients after a large gradient: a bf16 sum would lose them, the fp32 sum does not."""
     layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     nn.init.ones_(layer.weight)
@@ -285,7 +285,7 @@ def _accumulate_in_low_precision(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _gradients_wait_for_the_step(setup: Setup) -> None:
+def _gradients_between_backward_and_a_waiting_step_are_whole_absent_or_gathered(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for options in every_options:
         twins = build_overlapped_twins(ADAMW, overlap=False, **options)
@@ -342,7 +342,7 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
 
 
 @case(2, 3, marks=[pytest.mark.nightly])
-def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setup) -> None:
+def _a_model_with_absent_gradients_is_moved_copied_and_traced_as_under_ddp(setup: Setup) -> None:
     """As Lightning does at the end of ``fit``: found with loops that call ``zero_grad()`` first."""
     keeps: list[Callable[[nn.Module], Any]] = [
         lambda model: model.cpu(),
@@ -380,7 +380,7 @@ def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setu
 
 
 @case(1, 2, 3)
-def _clipping(setup: Setup) -> None:
+def _clip_grad_norm_equals_ddp_for_all_norms(setup: Setup) -> None:
     for norm_type, largest in ((2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6), (3, 0.1)):
         twins = build_overlapped_twins(ADAMW, overlap=False)
         for batch in batches(setup.rank, 4):
@@ -392,7 +392,7 @@ def _clipping(setup: Setup) -> None:
 
 
 @case(2)
-def _clipping_a_part(setup: Setup) -> None:
+def _clip_grad_norm_of_some_parameters_equals_ddp(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW, overlap=False)
     twins.train(setup, 3)
     twins.zero_grad()
@@ -404,6 +404,15 @@ def _clipping_a_part(setup: Setup) -> None:
     assert_identical(expected, twins.opt.clip_grad_norm_(0.01, parameters=parts[1]), "norm of a part")
     for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
         assert_identical(one.grad, twins.opt.full_grad(other), "clipped gradient")
+    assert twins.opt.clip_grad_norm_(1.0, parameters=parts[1][0]).isfinite()
+
+
+@case(2)
+def _clip_grad_norm_of_infinite_gradients_or_foreign_parameters_is_refused(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW, overlap=False)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    twins.backward(*next(batches(setup.rank, 1)))
     owned = next(p for p in twins.opt.optim.param_groups[0]["params"])
     if setup.rank == 0:
         assert owned.grad is not None
@@ -414,17 +423,20 @@ def _clipping_a_part(setup: Setup) -> None:
         twins.opt.clip_grad_norm_(1.0, parameters=[torch.ones(1)])
     with pytest.raises(ValueError, match="parameters of this optimizer"):
         twins.opt.clip_grad_norm_(1.0, parameters=torch.ones(1))
-    assert twins.opt.clip_grad_norm_(1.0, parameters=parts[1][0]).isfinite()
-    overlapped = build_overlapped_twins(ADAMW)
-    overlapped.train(setup, 3)
-    overlapped.zero_grad()
-    loss_of(overlapped.model, inputs, targets).backward()
+
+
+@case(2)
+def _clip_grad_norm_after_a_step_inside_backward_is_refused(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
     with pytest.raises(RuntimeError, match=r"Clip from the first step on, or build .* max_grad_norm="):
-        overlapped.opt.clip_grad_norm_(1.0)
+        twins.opt.clip_grad_norm_(1.0)
 
 
 @case(2, 3)
-def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
+def _gradients_accumulated_before_a_freeze_are_stepped_after_it(setup: Setup) -> None:
     """What was accumulated before a parameter is frozen still counts in the step after it."""
     for overlap in BOTH:
         twins = build_overlapped_twins(MOMENTUM, overlap=overlap, find_unused_parameters=True)
@@ -449,7 +461,7 @@ def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
 
 
 @case(2)
-def _a_missing_zero_grad_is_told(setup: Setup) -> None:
+def _backward_without_zero_grad_after_a_step_inside_backward_is_refused(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     inputs, targets = next(batches(setup.rank, 1))
@@ -458,17 +470,20 @@ def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     ):
         loss_of(twins.model, inputs, targets).backward()
 
-    waiting = build_overlapped_twins(ADAMW, overlap=False)
-    waiting.train(setup, 3)
+
+@case(2)
+def _backward_in_no_sync_on_top_of_averages_is_refused(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW, overlap=False)
+    twins.train(setup, 3)
     with (
-        waiting.model.no_sync(),
+        twins.model.no_sync(),
         pytest.raises(RuntimeError, match=r"under ddp.no_sync\(\) would add this rank's own.*to an averaged one"),
     ):
-        loss_of(waiting.model, inputs, targets).backward()
+        loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
 
 
 @case(1, 3)
-def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
+def _passes_without_zero_grad_add_up_where_the_step_waits(setup: Setup) -> None:
     """In the regime in which gradients are seen they behave as gradients do, also when they are set to zero."""
     for set_to_none in BOTH:
         twins = build_overlapped_twins(MOMENTUM, overlap=False)
@@ -516,7 +531,7 @@ class Cast(nn.Module):
 
 
 @case(2, 3)
-def _mixed_dtypes(setup: Setup) -> None:
+def _three_dtypes_in_one_model_equal_ddp(setup: Setup) -> None:
     for overlap, cap in product(BOTH, (0.0005, 25)):
         twins = build_overlapped_twins(MOMENTUM, model=_mixed_model(), overlap=overlap, bucket_cap_mb=cap)
         twins.train(setup, 4)
@@ -547,7 +562,9 @@ REDUCTIONS = (torch.bfloat16, torch.float16, torch.float32), (None, 1.5), BOTH
 
 
 @case(2, 3, few=pairwise(*REDUCTIONS), every=[*product(*REDUCTIONS)])
-def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dtype, float | None, bool]]) -> None:
+def _grad_comm_dtype_and_predivide_equal_the_reference(
+    setup: Setup, configurations: list[tuple[torch.dtype, float | None, bool]]
+) -> None:
     for dtype, predivide, overlap in configurations:
         rounds = _rounding_hook(dtype, predivide or setup.world_size)
         mode: dict[str, Any] = {"grad_comm_dtype": dtype, "gradient_predivide_factor": predivide}
@@ -559,7 +576,7 @@ def _options_of_the_reduction(setup: Setup, configurations: list[tuple[torch.dty
 # Unused parameters
 
 
-class Maybe(nn.Module):
+class OptionalLayers(nn.Module):
     """Layers that are used or not as they are told; each is a DDP bucket or two."""
 
     def __init__(self) -> None:
@@ -581,7 +598,7 @@ def loss_of_used(model: nn.Module, inputs: Tensor, targets: Tensor, used: list[b
     return nn.functional.mse_loss(model(inputs, used), targets)
 
 
-class Stubborn(torch.autograd.Function):
+class NoGradient(torch.autograd.Function):
     """Takes a parameter and gives it no gradient: not unused, but undefined."""
 
     @staticmethod
@@ -597,16 +614,16 @@ class Undefined(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-        self.stubborn = nn.Parameter(torch.ones(40))
+        self.without_gradient = nn.Parameter(torch.ones(40))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
-        output: Tensor = self.last(Stubborn.apply(hidden, self.stubborn))  # type: ignore[no-untyped-call]
+        output: Tensor = self.last(NoGradient.apply(hidden, self.without_gradient))  # type: ignore[no-untyped-call]
         return output
 
 
 @case(2)
-def _undefined_gradients(setup: Setup) -> None:
+def _parameters_with_undefined_gradients_equal_ddp(setup: Setup) -> None:
     for overlap in BOTH:
         torch.manual_seed(0)
         twins = build_overlapped_twins(MOMENTUM, model=Undefined(), overlap=overlap, bucket_cap_mb=0.0003)
@@ -614,12 +631,12 @@ def _undefined_gradients(setup: Setup) -> None:
 
 
 @case(2, 3, few=[(False, 25), (True, 0.0003)], every=[*product(BOTH, (0.0003, 25))])
-def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[tuple[bool, float]]) -> None:
-    """Found by a review: what only an earlier pass has used is stepped all the same, in any bucket."""
+def _gradients_of_an_earlier_pass_alone_are_stepped(setup: Setup, configurations: list[tuple[bool, float]]) -> None:
+    """In any bucket: a parameter that the last pass does not use, but an earlier one did, is stepped."""
     for overlap, cap in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
-            MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True
+            MOMENTUM, model=OptionalLayers(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True
         )
         everything, little = [True] * 5, [False, True, False, False, False]
         for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
@@ -642,12 +659,12 @@ def _accumulated_but_unused_in_the_last_pass(setup: Setup, configurations: list[
 
 
 @case(2, 3, marks=[pytest.mark.nightly])
-def _first_used_when_the_plan_changes(setup: Setup) -> None:
-    """Found by a review: by one rank that is not its owner, in the iteration after another parameter was frozen."""
+def _a_branch_first_used_when_the_plan_changes_equals_ddp(setup: Setup) -> None:
+    """By one rank that is not its owner, in the iteration after another parameter was frozen."""
     for overlap, branch in product(BOTH, range(5)):
         torch.manual_seed(0)
         twins = build_overlapped_twins(
-            MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=0.0003, find_unused_parameters=True
+            MOMENTUM, model=OptionalLayers(), overlap=overlap, bucket_cap_mb=0.0003, find_unused_parameters=True
         )
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
             used = [step > 1 and index == branch and setup.rank == step % setup.world_size for index in range(5)]
@@ -677,8 +694,8 @@ def mean_square(model: nn.Module, *inputs: Any) -> Tensor:
 
 
 @case(2, 3, few=BOTH, every=BOTH * 3)
-def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup, configurations: tuple[bool, ...]) -> None:
-    """Found by a review: its buckets are averaged while the reducer still sets others to zero."""
+def _layers_unused_on_one_rank_when_the_plan_changes_equal_ddp(setup: Setup, configurations: tuple[bool, ...]) -> None:
+    """Buckets are averaged while the reducer still sets others to zero."""
     for overlap in configurations:
         torch.manual_seed(0)
         twins = build_overlapped_twins(
@@ -692,8 +709,8 @@ def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup, configurations:
 
 
 @case(2, 3)
-def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
-    """Found by a review: between the backward pass and the step they leave averaged gradients as they were."""
+def _local_passes_between_backward_and_step_leave_averages_as_ddp_does(setup: Setup) -> None:
+    """A penalty on the parameters, or `torch.autograd.grad`: neither goes through the DDP model."""
 
     def penalty(model: nn.Module) -> Tensor:
         return 0.01 * torch.stack([param.square().sum() for param in model.parameters()]).sum()
@@ -723,8 +740,8 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
 
 
 @case(2)
-def _strides_changed(setup: Setup) -> None:
-    """Found by a review: ``model.to(memory_format=...)`` in mid-training.
+def _a_changed_memory_format_equals_ddp(setup: Setup) -> None:
+    """By ``model.to(memory_format=...)`` in mid-training.
 
     The reference has bucket views: without them DDP itself permutes the gradient here (torch 2.13.0).
     """
@@ -749,8 +766,8 @@ def _strides_changed(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _gradients_replaced_by_the_user(setup: Setup) -> None:
-    """Found by a review: another tensor in ``param.grad`` of the owner is accumulated on as the tensor before."""
+def _gradients_replaced_or_zeroed_by_the_loop_are_accumulated_on(setup: Setup) -> None:
+    """Another tensor in ``param.grad`` of the owner, and zeros written with and without a new version of the tensor."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
     twins.train(setup, 3)
     twins.zero_grad()
@@ -779,7 +796,7 @@ UNEVEN = (MOMENTUM, ADAMW), BOTH, ((3, 0, 5), (5, 4, 1))
 
 
 @case(3, few=pairwise(*UNEVEN), every=[*product(*UNEVEN)])
-def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> None:
+def _uneven_inputs_with_a_waiting_step_equal_ddp(setup: Setup, configurations: list[Any]) -> None:
     for case, finds, inputs_of_rank in configurations:
         twins = build_overlapped_twins(case, 2, overlap=False, find_unused_parameters=finds)
         steps = inputs_of_rank[setup.rank]
@@ -788,7 +805,7 @@ def _uneven_inputs_stepped_outside(setup: Setup, configurations: list[Any]) -> N
         twins.assert_moved()
 
 
-def _gradients_kept_under_join(setup: Setup) -> str:
+def _keep_gradients_under_join(setup: Setup) -> str:
     """A rank that has joined could not add to its own: told where the others would go on without it."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False, stage=2)
     twins.train(setup, 3)
@@ -802,15 +819,15 @@ def _gradients_kept_under_join(setup: Setup) -> str:
     raise AssertionError("nobody was told")
 
 
-def test_gradients_kept_under_join_are_told() -> None:
-    outcomes = run_ranks_to_end(_gradients_kept_under_join, 2, group_timeout=5, timeout=60)
+def test_gradients_kept_under_join_are_refused() -> None:
+    outcomes = run_ranks_to_end(_keep_gradients_under_join, 2, group_timeout=5, timeout=60)
     messages = [str(outcome.result or outcome.error) for outcome in outcomes]
     assert any("Under Join, stage=2 cannot accumulate averaged gradients" in m for m in messages), messages
 
 
 @case(2)
-def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
-    """Found by a review: a pass past DDP adds what differs between ranks, and only the owner's would count."""
+def _a_local_pass_on_top_of_averages_is_refused_at_the_next_pass(setup: Setup) -> None:
+    """Its gradients differ between ranks, and only the owner's would count."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
     twins.train(setup, 3)
     twins.zero_grad()
@@ -822,30 +839,30 @@ def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
 
 
 @case(1)
-def _an_interrupted_pass_is_told_at_the_step(setup: Setup) -> None:
-    """Found by a review: the pass has taken averaged gradients out and was never reduced."""
+def _opt_step_after_an_interrupted_local_pass_is_refused(setup: Setup) -> None:
+    """The pass has taken the averaged gradients out and put none back."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
     twins.train(setup, 3)
     twins.zero_grad()
     loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
     hidden = torch.ones(6, 8, requires_grad=True)
-    hidden.register_hook(_blow)
-    with pytest.raises(ValueError, match="the fuse"):
+    hidden.register_hook(_interrupt)
+    with pytest.raises(ValueError, match="interrupted on purpose"):
         twins.model.module(hidden.clone()).sum().backward()
-    told = r"the gradient of parameter 0.*interrupted backward pass has left.*opt.zero_grad\(\)"
-    with pytest.raises(RuntimeError, match=told):
+    refused = r"the gradient of parameter 0.*interrupted backward pass has left.*opt.zero_grad\(\)"
+    with pytest.raises(RuntimeError, match=refused):
         twins.opt.step()
     twins.zero_grad()
     twins.train(setup, 2, seed=2)
 
 
-def _blow(grad: Tensor) -> Tensor:
-    raise ValueError("the fuse has blown")
+def _interrupt(grad: Tensor) -> Tensor:
+    raise ValueError("interrupted on purpose")
 
 
 @case(2)
-def _another_hook_starts_without_gradients(setup: Setup) -> None:
-    """Found by a review: stand-ins for gradients must not be there when nobody takes them out."""
+def _a_hook_registered_after_reset_finds_no_gradients(setup: Setup) -> None:
+    """Stand-ins for gradients must be gone before another hook is there to take them out."""
     for overlap in BOTH:
         twins = build_overlapped_twins(MOMENTUM, overlap=overlap)
         twins.train(setup, 4)
@@ -861,7 +878,7 @@ def _another_hook_starts_without_gradients(setup: Setup) -> None:
 
 
 @case(2)
-def _the_module_outlives_its_wrapper(setup: Setup) -> None:
+def _a_module_whose_ddp_model_is_gone_has_plain_gradients(setup: Setup) -> None:
     twins = build_overlapped_twins(MOMENTUM)
     twins.train(setup, 3)
     module = twins.model.module
@@ -873,7 +890,7 @@ def _the_module_outlives_its_wrapper(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _frozen_and_thawed(setup: Setup) -> None:
+def _parameters_frozen_and_unfrozen_equal_ddp(setup: Setup) -> None:
     for overlap in BOTH:
         twins = build_overlapped_twins(ADAMW, overlap=overlap, find_unused_parameters=True)
         twins.train(setup, 4)
@@ -886,7 +903,7 @@ def _frozen_and_thawed(setup: Setup) -> None:
 
 
 @case(2)
-def _frozen_before_the_first_step(setup: Setup) -> None:
+def _a_parameter_unfrozen_after_the_first_steps_equals_ddp(setup: Setup) -> None:
     """Its tensor hook must be there when it is trained for the first time."""
     options: dict[str, Any] = {"bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True, "find_unused_parameters": True}
     plain_ddp, ddp = (DistributedDataParallel(build_model(), **options) for _ in range(2))
@@ -903,7 +920,7 @@ def _frozen_before_the_first_step(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _a_group_added(setup: Setup) -> None:
+def _an_added_group_that_ddp_does_not_reduce_is_stepped_with_the_loops_gradient(setup: Setup) -> None:
     """A parameter that DDP does not reduce: it is stepped with the gradient that the user gives it."""
     for overlap in BOTH:
         twins = build_overlapped_twins(ADAMW, overlap=overlap)
@@ -924,10 +941,12 @@ def _a_group_added(setup: Setup) -> None:
 # Misuse
 
 
+VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}
+
+
 @case(2)
-def _misuse_is_told(setup: Setup) -> None:
-    views: dict[str, Any] = {"gradient_as_bucket_view": True}
-    ddp = DistributedDataParallel(build_model(), **views)
+def _options_that_do_not_fit_the_stage_are_refused(setup: Setup) -> None:
+    ddp = DistributedDataParallel(build_model(), **VIEWS)
     for wrapped in (allreduce_hook, bf16_compress_hook):
         with pytest.raises(ValueError, match=r"stage=2 .* cannot wrap a communication hook.*grad_comm_dtype"):
             shard_optimizer(ddp, torch.optim.SGD, stage=2, hook=wrapped, lr=0.1)
@@ -939,18 +958,27 @@ def _misuse_is_told(setup: Setup) -> None:
         shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.int8, lr=0.1)
     with pytest.raises(ValueError, match="gradient_predivide_factor above 0"):
         shard_optimizer(ddp, torch.optim.SGD, stage=2, gradient_predivide_factor=0.0, lr=0.1)
-    whole = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=2, lr=0.1)
-    with pytest.raises(RuntimeError, match=r"no communication hook, which .*stage=2.*hook_with_zero_step\(None"):
-        whole.step()
     with pytest.raises(TypeError, match="at least 16 bits"):
         shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.float8_e4m3fn, lr=0.1)
+
+
+@case(2)
+def _opt_step_without_a_communication_hook_is_refused(setup: Setup) -> None:
+    ddp = DistributedDataParallel(build_model(), **VIEWS)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=2, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"no communication hook, which .*stage=2.*hook_with_zero_step\(None"):
+        opt.step()
+
+
+@case(2)
+def _complex_parameters_and_sparse_gradients_are_refused(setup: Setup) -> None:
     for stage in (1, 2):
         complex_model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2)])
         with pytest.raises(
             NotImplementedError, match=r"does not support complex parameters.*complex64.*overlap_with_ddp=False"
         ):
-            shard_optimizer(DistributedDataParallel(complex_model, **views), torch.optim.SGD, stage=stage, lr=0.1)
-    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), **views)
+            shard_optimizer(DistributedDataParallel(complex_model, **VIEWS), torch.optim.SGD, stage=stage, lr=0.1)
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), **VIEWS)
     kept = shard_optimizer(sparse, torch.optim.SGD, stage=2, lr=0.1)
     with pytest.raises(NotImplementedError, match=r"sparse gradient of parameter 0 'module.0.weight'"):
         sparse(torch.arange(8)).sum().backward()
@@ -958,14 +986,14 @@ def _misuse_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _stages_that_differ_are_told(setup: Setup) -> None:
+def _stages_that_differ_between_ranks_are_refused(setup: Setup) -> None:
     ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
     with pytest.raises(ValueError, match="stage"):
         ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=1 + setup.rank, lr=0.1)
 
 
 @case(2)
-def _a_backward_in_another_context_than_forward_is_averaged_as_by_ddp(setup: Setup) -> None:
+def _backward_in_no_sync_after_forward_outside_is_averaged_as_by_ddp(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     twins.zero_grad()
@@ -977,7 +1005,7 @@ def _a_backward_in_another_context_than_forward_is_averaged_as_by_ddp(setup: Set
 
 
 @case(2)
-def _a_grad_scaler_that_comes_late_is_told(setup: Setup) -> None:
+def _a_grad_scaler_after_a_step_inside_backward_is_refused(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     twins.opt.zero_grad()
@@ -1009,7 +1037,7 @@ def _the_second_step_is_taken_inside_backward(setup: Setup) -> None:
 
 
 @case(2)
-def _a_model_gets_a_reducer_again(setup: Setup) -> None:
+def _a_model_after_detach_trains_as_under_ddp(setup: Setup) -> None:
     """When its optimizer has left, it trains as under DDP; in its place stage 2 has none."""
     for options in PLAIN_STATIC_UNUSED:
         twins = build_overlapped_twins(MOMENTUM, **options)
@@ -1022,7 +1050,7 @@ def _a_model_gets_a_reducer_again(setup: Setup) -> None:
 
 
 class Upwards(nn.Module):
-    """Registered in the order of the backward pass, so that the first bucket of the rule is the last to be full."""
+    """Layers run from the last to the first, so the bucket that DDP expects first is the last to be full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1055,7 +1083,7 @@ def _buckets_are_reduced_in_the_order_of_the_first_pass(setup: Setup) -> None:
 
 
 @case(2)
-def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
+def _parameters_of_a_second_optimizer_get_whole_averages(setup: Setup) -> None:
     """Stage 2 over some of the parameters that DDP reduces; the others keep whole averages, for any optimizer."""
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED[::2]):
         models, optimizers = [], []
@@ -1085,7 +1113,7 @@ def _parameters_of_other_optimizers_are_averaged(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_that_ddps_reducer_has_got_first_are_taken_over(setup: Setup) -> None:
+def _model_forward_without_module_hooks_equals_ddp(setup: Setup) -> None:
     """`forward` called directly runs no hook of the module, so the first pass finds DDP's own reducer in its place."""
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED):
         twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
@@ -1094,7 +1122,7 @@ def _gradients_that_ddps_reducer_has_got_first_are_taken_over(setup: Setup) -> N
 
 
 @case(2)
-def _reentrant_checkpoints_need_no_static_graph(setup: Setup) -> None:
+def _reentrant_checkpoints_without_a_static_graph_equal_plain_passes(setup: Setup) -> None:
     """DDP's own reducer refuses them."""
     for overlap, options in product(BOTH, PLAIN_STATIC_UNUSED[:2]):
         twins = build_overlapped_twins(ADAMW, model=Upwards(), bucket_cap_mb=0.0001, overlap=overlap, **options)
@@ -1104,7 +1132,7 @@ def _reentrant_checkpoints_need_no_static_graph(setup: Setup) -> None:
 
 
 @case(2, 3, 4)
-def _a_smaller_recv_buffer(setup: Setup) -> None:
+def _one_rank_that_owns_almost_all_elements_equals_ddp(setup: Setup) -> None:
     """One rank owns almost everything, so what its peers send does not fit at once."""
     for numels in ([4001, 3, 2, 1], [5000], [1, 1, 1]):
         torch.manual_seed(0)
@@ -1126,7 +1154,7 @@ class Weights(nn.Module):
 
 
 @case(2)
-def _nothing_is_kept_alive(setup: Setup) -> None:
+def _the_optimizer_and_its_buffers_are_freed_with_the_last_reference(setup: Setup) -> None:
     """No reference cycles: optimizer, buffers and hooks go with the last reference, without the garbage collector."""
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 4)

@@ -323,7 +323,7 @@ def test_the_page_is_short() -> None:
     assert len(PAGE.read_text().split()) <= 5000
 
 
-def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:
+def test_coded_ends_with_the_only_quoted_code_or_else_with_its_own() -> None:
     assert coded("Expected all, got a failure", "[ZERO-505]") == "Expected all, got a failure [ZERO-505]"
     assert coded("got rank 1: a; no. [ZERO-101]; see.", "[ZERO-505]") == "got rank 1: a; no.; see. [ZERO-101]"
     both = coded("got 0: a [ZERO-101]; 1: b [ZERO-102]", "[ZERO-505]")
@@ -349,7 +349,7 @@ def test_the_wheel_takes_the_page_along() -> None:
     assert '"docs/troubleshooting.md" = "ddp_zero/troubleshooting.md"' in settings
 
 
-def test_a_message_that_is_cut_keeps_its_code() -> None:
+def test_truncated_cuts_the_text_and_keeps_the_code() -> None:
     assert truncated("short. [ZERO-505]", 40) == b"short. [ZERO-505]"
     assert truncated("x" * 100 + ". [ZERO-505]", 40) == b"x" * 29 + b" [ZERO-505]"
     assert truncated("x" * 100, 40) == b"x" * 40

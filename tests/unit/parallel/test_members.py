@@ -9,7 +9,7 @@ from torch.optim import SGD
 from ddp_zero.parallel.members import check_arguments, check_groups, count_in_norms, nonfinite, other_dims
 
 
-def test_a_group_that_begins_in_another_pipeline_stage_counts_there() -> None:
+def test_a_group_counts_in_norms_on_its_first_rank_alone_also_across_pipeline_stages() -> None:
     stated = [[0, 1, 2, 3], [0, 1, 2, 3]]
     check_groups([2, 3], stated, "group 2")  # raises nothing
     assert count_in_norms([2, 3], stated) == [False, False]
@@ -27,13 +27,13 @@ def test_a_group_that_begins_in_another_pipeline_stage_counts_there() -> None:
         ([[0], [1, 3], [0, 2], [1, 3]], r"got \[0, 2\] on global rank 2 and \[0\] on global rank 0"),
     ],
 )
-def test_ranks_that_differ_are_named(stated: list[list[int]], message: str) -> None:
+def test_groups_on_which_ranks_disagree_are_refused_with_their_ranks(stated: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_groups([0, 1, 2, 3], stated, "group 1")
 
 
 @pytest.mark.parametrize("experts", [1, 2, 4, 8])
-def test_of_any_number_of_experts_each_counts_once(experts: int) -> None:
+def test_each_of_any_number_of_experts_counts_once_in_norms(experts: int) -> None:
     ranks = list(range(8))
     stated = [[peer for peer in ranks if peer % experts == rank % experts] for rank in ranks]
     check_groups(ranks, stated, "experts")
@@ -51,20 +51,25 @@ def test_of_any_number_of_experts_each_counts_once(experts: int) -> None:
         ({"nonfinite": "raise", "max_grad_norm": 1.0}, [{}], "raise"),
     ],
 )
-def test_gradients_that_are_not_finite_are_treated_alike_in_all_members(
+def test_nonfinite_is_skip_where_any_group_clips_or_scales_unless_it_is_stated(
     options: dict[str, Any], groups: list[dict[str, Any]], found: str
 ) -> None:
     assert nonfinite(options, groups) == found
 
 
-def test_dimensions_of_the_mesh_are_named() -> None:
-    class Mesh:
-        mesh_dim_names = ("data", "tensor", "stage")
+class Mesh:
+    mesh_dim_names = ("data", "tensor", "stage")
 
+
+def test_other_dims_are_neither_of_data_nor_of_the_pipeline() -> None:
     mesh: Any = Mesh()
     assert other_dims(mesh, ["data"], "stage") == ["tensor", "stage"]
     assert other_dims(mesh, ["data", "tensor"], None) == ["stage"]
     assert other_dims(None, [], None) == []
+
+
+def test_dimensions_that_the_mesh_does_not_name_are_refused() -> None:
+    mesh: Any = Mesh()
     with pytest.raises(ValueError, match=r"pipeline_dim to name a dimension of the mesh, .*got 'pipe'"):
         other_dims(mesh, ["data"], "pipe")
     with pytest.raises(ValueError, match="mesh= needs data_parallel_dim="):
@@ -81,9 +86,15 @@ def test_dimensions_of_the_mesh_are_named() -> None:
         ({"max_grad_nrm": 0.9}, "max_grad_norm"),
     ],
 )
-def test_options_that_are_decided_elsewhere_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unknown_options_and_those_of_groups_or_other_names_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         check_arguments(nn.Linear(1, 1), SGD, {"lr": 0.1, **options})
+
+
+def test_parameters_in_place_of_the_model_are_refused() -> None:
     with pytest.raises(TypeError, match="The order is: model, optimizer class, parameter groups"):
         check_arguments([1], SGD, {})
+
+
+def test_options_of_all_groups_are_accepted() -> None:
     check_arguments(nn.Linear(1, 1), SGD, {"lr": 0.1, "stage": 2, "max_grad_norm": 1.0})

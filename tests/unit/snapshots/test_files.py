@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,9 @@ def test_a_folder_that_somebody_else_can_enter_is_refused(tmp_path: Path) -> Non
     ],
 )
 def test_a_seal_that_cannot_be_one_is_refused(change: Callable[[dict[str, object]], None]) -> None:
-    text = Seal(NAME, 7, 2, 0, "0" * 64, 100).as_text()
-    assert Seal.of_text(text, "x") == Seal(NAME, 7, 2, 0, "0" * 64, 100)
+    seal = Seal(snapshot=NAME, step=7, world_size=2, rank=0, part="0" * 64, nbytes=100)
+    text = seal.as_text()
+    assert Seal.of_text(text, "x") == seal
     content = json.loads(text.splitlines()[1])
     change(content)
     line = json.dumps(content)
@@ -122,12 +124,12 @@ def test_what_is_no_file_or_too_short_or_misnamed_is_left_out(root: Path, caplog
     assert len(re.findall("is left out", caplog.text)) == 4
 
 
-def test_tensors_of_a_file_of_a_different_rank_are_refused(root: Path) -> None:
+def test_a_part_whose_index_names_the_tensor_file_of_another_rank_is_refused(root: Path) -> None:
     seal = staged_part(root)
     folder = rank_folder(root, 0) / "a"
     text = (folder / "part-0.json").read_text().replace("__0_0", "__1_0")
     (folder / "part-0.json").write_text(text)
-    signed = Seal(NAME, 7, 2, 0, hashlib.sha256(text.encode()).hexdigest(), seal.nbytes)
+    signed = replace(seal, part=hashlib.sha256(text.encode()).hexdigest())
     (folder / "__1_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
     with pytest.raises(ValueError, match="Expected tensors within"):
         verify_part(folder, signed)

@@ -79,9 +79,9 @@ def build(kind: Any, **options: Any) -> tuple[nn.Module, Any]:
     return model, kind(model.parameters(), lr=9.0, **options)
 
 
-def test_adam_of_deepspeed_counts_steps_in_its_group(tmp_path: Path, address_class: type) -> None:
+def test_adam_of_deepspeed_loads_with_the_step_of_its_group(tmp_path: Path, address_class: type) -> None:
     states = {"exp_avg": torch.randn(18), "exp_avg_sq": torch.rand(18)}
-    group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "step": 5}
+    group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "step": 4}
     write(tmp_path / "a", address_class, states, group)
     model, opt = build(torch.optim.AdamW)
     loaded = checkpoint.load(tmp_path / "a", model, opt)
@@ -90,7 +90,7 @@ def test_adam_of_deepspeed_counts_steps_in_its_group(tmp_path: Path, address_cla
     for param, window in ((model.get_parameter("weight"), slice(0, 12)), (model.get_parameter("bias"), slice(12, 15))):
         for key, value in states.items():
             assert torch.equal(opt.state[param][key].flatten(), value[window])
-        assert opt.state[param]["step"] == 5
+        assert opt.state[param]["step"] == 4, "the group's count, not global_steps"
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
     assert "bias_correction" not in opt.param_groups[0]
 
@@ -102,7 +102,9 @@ def test_adam_of_deepspeed_counts_steps_in_its_group(tmp_path: Path, address_cla
         ({"sum": torch.rand(18), "step": torch.tensor(5.0)}, torch.optim.Adagrad, {}),
     ],
 )
-def test_other_optimizers(tmp_path: Path, address_class: type, states: Any, kind: Any, options: Any) -> None:
+def test_state_loads_into_the_same_class_alone(
+    tmp_path: Path, address_class: type, states: Any, kind: Any, options: Any
+) -> None:
     write(tmp_path / "a", address_class, states, {"lr": 0.25})
     model, opt = build(kind, **options)
     checkpoint.load(tmp_path / "a", model, opt)

@@ -197,7 +197,7 @@ def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(r
 
 
 @pytest.mark.parametrize("backwards", [2, 5])
-def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_joined(backwards: int) -> None:
+def test_opt_step_after_several_backwards_is_refused_once_and_required_after_each_from_then_on(backwards: int) -> None:
     machine = new_machine()
     for _ in range(backwards):
         arrive(machine, 2)
@@ -215,13 +215,13 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
         arrive(machine, 2)
 
 
-# Standing in for the others under Join
+# Steps of the other ranks, shadowed by a rank that has no inputs left under torch's Join
 
 
-@pytest.mark.parametrize("others_join", [False, True])
-def test_a_shadow_joins_whether_or_not_the_others_do(others_join: bool) -> None:
+@pytest.mark.parametrize("calls_step", [False, True])
+def test_a_shadowed_step_ends_its_pass_and_is_no_missing_call_of_opt_step(calls_step: bool) -> None:
     machine = new_machine()
-    if others_join:
+    if calls_step:
         arrive(machine, 2)
         machine.step_called()
     for _ in range(3):
@@ -229,10 +229,12 @@ def test_a_shadow_joins_whether_or_not_the_others_do(others_join: bool) -> None:
         machine.step_shadowed()
         assert machine.phase is REST
     arrive(machine, 2)
+    assert machine.backwards_since_step == 1, "the shadowed passes are not counted: opt.step() would raise ZERO-307"
     machine.step_called()
+    assert machine.phase is REST
 
 
-def test_a_shadow_is_no_sign_that_the_user_joins() -> None:
+def test_a_shadowed_step_does_not_make_calls_of_opt_step_required() -> None:
     machine = machine_in(STEPPED)
     machine.step_shadowed()
     for _ in range(2):
@@ -254,7 +256,7 @@ def test_after_a_reset_in_any_phase_the_next_iteration_is_a_whole_one(phase: Pha
         machine.step_called()
 
 
-def test_a_step_that_is_due_hears_of_one_before_a_reset() -> None:
+def test_a_due_step_after_a_reset_is_refused_once_for_the_pass_that_had_stepped() -> None:
     machine = machine_in(STEPPED)
     machine.reset()
     with pytest.raises(RuntimeError, match=r"once for 2 .*\[ZERO-307\]$"):
@@ -262,7 +264,7 @@ def test_a_step_that_is_due_hears_of_one_before_a_reset() -> None:
     machine.check_due_step()
 
 
-def test_a_reset_keeps_that_the_user_joins() -> None:
+def test_a_reset_keeps_calls_of_opt_step_required() -> None:
     machine = machine_in(STEPPED)
     machine.step_called()
     arrive(machine, 2)
@@ -283,8 +285,8 @@ class Loop(RuleBasedStateMachine):
         self.lag = lag
         self.machine = new_machine(lag)
         self.phase = REST
-        self.joins = False
-        self.unjoined = 0
+        self.calls_step = False
+        self.uncalled = 0
         self.arrived = 0
 
     @precondition(lambda self: self.may_begin())
@@ -292,12 +294,12 @@ class Loop(RuleBasedStateMachine):
     def backward(self, buckets: int, regime: Regime) -> None:
         self.buckets, self.regime, self.arrived = buckets, regime, 0
         self.stepped: list[int] = []
-        self.unjoined += regime is not REDUCE_ONLY
+        self.uncalled += regime is not REDUCE_ONLY
         self.machine.pass_began(regime)
         self.phase = RUNNING
 
     def may_begin(self) -> bool:
-        return self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins)
+        return self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.calls_step)
 
     @precondition(lambda self: self.phase is RUNNING)
     @rule()
@@ -310,12 +312,12 @@ class Loop(RuleBasedStateMachine):
             assert not due
             self.phase = REDUCED if is_last else RUNNING
             return
-        for one in due:
-            assert one == len(self.stepped)
-            assert one < self.arrived
-            newer = self.arrived - 1 - one
+        for stepped in due:
+            assert stepped == len(self.stepped)
+            assert stepped < self.arrived
+            newer = self.arrived - 1 - stepped
             assert is_last or (self.lag is not None and newer >= self.lag)
-            self.stepped.append(one)
+            self.stepped.append(stepped)
         assert (self.machine.phase is STEPPED) == is_last
         if is_last:
             assert self.stepped == list(range(self.buckets))
@@ -333,7 +335,7 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def take_due_step(self) -> None:
         self.machine.due_step_taken()
-        self.phase, self.unjoined = STEPPED, self.unjoined + 1
+        self.phase, self.uncalled = STEPPED, self.uncalled + 1
 
     @precondition(lambda self: self.phase in (WAITING, REST))
     @rule(used=st.booleans())
@@ -342,31 +344,31 @@ class Loop(RuleBasedStateMachine):
             self.machine.step_taken()
         else:
             self.machine.gradients_dropped()
-        self.phase, self.joins = REST, self.joins or used
+        self.phase, self.calls_step = REST, self.calls_step or used
 
     @precondition(lambda self: self.phase is STEPPED)
     @rule()
     def step(self) -> None:
-        if self.unjoined > 1:
-            with pytest.raises(RuntimeError, match=f"for {self.unjoined} backward"):
+        if self.uncalled > 1:
+            with pytest.raises(RuntimeError, match=f"for {self.uncalled} backward"):
                 self.machine.step_called()
         else:
             self.machine.step_called()
-        self.phase, self.joins, self.unjoined = REST, True, 0
+        self.phase, self.calls_step, self.uncalled = REST, True, 0
 
     @precondition(lambda self: self.phase is STEPPED)
     @rule()
     def shadow(self) -> None:
         self.machine.step_shadowed()
-        self.phase, self.unjoined = REST, 0
+        self.phase, self.uncalled = REST, 0
 
     @rule()
     def reset(self) -> None:
         self.machine.reset()
-        if self.joins:
-            self.unjoined = 0
+        if self.calls_step:
+            self.uncalled = 0
         elif self.phase not in (REST, STEPPED):
-            self.unjoined -= self.regime is not REDUCE_ONLY
+            self.uncalled -= self.regime is not REDUCE_ONLY
         self.phase = REST
 
     @rule(index=st.integers(0, 7), is_last=st.booleans())
