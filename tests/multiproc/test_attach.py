@@ -110,7 +110,7 @@ def _an_optimizer_that_was_built_first_equals_the_plain_one(setup: Setup, config
 
 
 @case(2)
-def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
+def _shard_optimizer_of_a_wrapped_ddp_model_equals_the_plain_one(setup: Setup) -> None:
     expected = trained_plainly(setup, None)
     for wrap in (Outer, lambda ddp: torch.compile(ddp, backend="eager"), lambda ddp: Outer(Outer(ddp))):
         inner = build_model()
@@ -127,7 +127,7 @@ def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
 
 
 @case(3)
-def _what_has_no_state_yet_gets_new_owners_without_a_message(setup: Setup) -> None:
+def _attach_before_the_first_step_changes_owners_without_messages(setup: Setup) -> None:
     """One message for each of thousands of parameters takes seconds."""
     with mock.patch.object(Communicator, "send_tree", side_effect=AssertionError("sent")):
         ddp = DistributedDataParallel(build_model(), bucket_cap_mb=2e-4)
@@ -138,7 +138,7 @@ def _what_has_no_state_yet_gets_new_owners_without_a_message(setup: Setup) -> No
 
 
 @case(2)
-def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
+def _forward_of_a_model_whose_optimizer_was_dropped_is_refused(setup: Setup) -> None:
     """In a loop that leaves the steps to backward; before the pass, so that the next optimizer can be built."""
     for mode in ({"stage": 1}, {"stage": 1, "interleaved": True}, {"stage": 2}, {"stage": 2, "sync": "forward"}):
         ddp = wrapped(build_model())
@@ -156,7 +156,7 @@ def _a_model_that_trains_on_without_its_optimizer_is_told(setup: Setup) -> None:
 
 
 @case(2, few=every_other(ALL_MODES, 1), every=ALL_MODES)
-def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup, configurations: Modes) -> None:
+def _a_model_whose_optimizer_was_dropped_takes_another_optimizer(setup: Setup, configurations: Modes) -> None:
     """Passes are averaged, and nobody steps; then another optimizer comes."""
     for name, mode in configurations.items():
         models = [wrapped(build_model()) for _ in range(2)]
@@ -183,7 +183,7 @@ def _a_model_trains_on_without_an_optimizer_that_was_dropped(setup: Setup, confi
 
 
 @case(2)
-def _a_hook_of_the_users_after_that_of_an_optimizer(setup: Setup) -> None:
+def _another_hook_on_a_sharded_model_is_refused_and_works_after_detach(setup: Setup) -> None:
     """Refused, and the remedy works: once the optimizer has left DDP may still have its hook."""
     refused = r"hook of an optimizer.*hook= .*wrap the module again.*\[ZERO-206\]$"
     for name, mode in (EVERY_MODE | MORE_MODES).items():
@@ -207,7 +207,7 @@ def _a_hook_of_the_users_after_that_of_an_optimizer(setup: Setup) -> None:
 
 
 @case(2)
-def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
+def _attach_of_other_models_or_of_models_with_a_hook_is_refused(setup: Setup) -> None:
     inner = build_model()
     opt = ZeroRedundancyOptimizer(inner.parameters(), AdamW, stage=2, **OPTIONS)
     with pytest.raises(TypeError, match=r"Expected a DistributedDataParallel model.* got Sequential"):
@@ -234,7 +234,7 @@ def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
 
 
 @case(2, few=every_other(MODES), every=MODES)
-def _a_module_is_wrapped_again_in_the_middle(setup: Setup, configurations: Modes) -> None:
+def _a_module_wrapped_again_after_three_steps_equals_ddp(setup: Setup, configurations: Modes) -> None:
     """The reducer of a model that is gone still calls its hook, for it hangs on the parameters."""
     for name, options in configurations.items():
         expected = trained_plainly(setup, options.get("max_grad_norm"))
@@ -267,7 +267,7 @@ def _a_module_is_wrapped_again_in_the_middle(setup: Setup, configurations: Modes
 
 
 @case(2)
-def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
+def _torchs_norms_in_stage_2_are_refused_with_the_line_and_the_remedy(setup: Setup) -> None:
     """A collective in their place could hang: a rank that has all gradients it is asked for would not take part."""
     inner = build_model()
     ddp = wrapped(inner)
@@ -334,7 +334,7 @@ MODES_OF_BEFORE = {name: mode for name, mode in MODES.items() if "max_grad_norm"
     few=[(how, every_other(MODES_OF_BEFORE, place % 2)) for place, how in enumerate(FROM_BEFORE)],
     every=[(how, MODES_OF_BEFORE) for how in FROM_BEFORE],
 )
-def _gradients_and_references_from_before_the_optimizer(
+def _gradients_and_references_kept_from_before_the_optimizer_stay_intact(
     setup: Setup, configurations: Sequence[tuple[str, Modes]]
 ) -> None:
     """Memory of DDP's that somebody still views, or whose reducer somebody may wake, stays."""
@@ -347,7 +347,7 @@ def _gradients_and_references_from_before_the_optimizer(
 
 
 @case(2)
-def _a_reducer_that_was_kept_is_not_woken_besides_that_of_stage_2(setup: Setup) -> None:
+def _backward_after_prepare_for_backward_of_a_kept_reducer_is_refused(setup: Setup) -> None:
     ddp = wrapped(build_model())
     reducer = ddp.reducer
     opt = shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
@@ -390,7 +390,7 @@ AGAIN: Modes = {name: EVERY_MODE[name] for name in ("stage 1, no overlap", *list
     few=[("interrupted", True, every_other(AGAIN)), ("no_sync", False, every_other(AGAIN, 1))],
     every=[(how, as_views, AGAIN) for how, as_views in product(("interrupted", "no_sync"), (True, False))],
 )
-def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(
+def _a_model_wrapped_again_with_gradients_of_an_interrupted_pass_equals_ddp(
     setup: Setup, configurations: Sequence[tuple[str, bool, Modes]]
 ) -> None:
     """As DDP leaves them: a loop that zeroes after its step has them in the next one."""
@@ -440,7 +440,7 @@ def _a_model_is_wrapped_again_with_the_gradients_of_an_interrupted_pass(
     few=[(True, 0.0015, every_other(ALL_MODES)), (False, 0.0015, every_other(ALL_MODES, 1))],
     every=[(as_views, cap, ALL_MODES) for as_views, cap in product((True, False), (0.0015, 25))],
 )
-def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
+def _gradients_of_a_pass_interrupted_between_buckets_equal_ddp_or_are_refused(
     setup: Setup, configurations: list[tuple[bool, float, Modes]]
 ) -> None:
     """Some buckets are reduced already. A hook divides later than DDP does; stage 2 has moved gradients to owners."""
@@ -486,7 +486,7 @@ def _the_rest_of_an_interrupted_pass_is_as_ddp_leaves_it_or_refused(
     few=[(True, every_other(ALL_MODES)), (False, every_other(ALL_MODES, 1))],
     every=[(True, ALL_MODES), (False, ALL_MODES)],
 )
-def _gradients_of_no_optimizer_are_as_ddp_leaves_them_in_an_interrupted_pass(
+def _gradients_of_other_parameters_after_an_interrupted_pass_equal_ddp(
     setup: Setup, configurations: list[tuple[bool, Modes]]
 ) -> None:
     """Their averages are on their way: DDP shows those where it shows its buckets, else what the rank itself has."""

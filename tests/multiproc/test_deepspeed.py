@@ -714,7 +714,7 @@ def _set_values(setup: Setup, engine: ours.Engine) -> None:
 
 
 @case(2)
-def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
+def _initialize_takes_an_optimizer_a_scheduler_and_data_of_the_user(setup: Setup) -> None:
     samples = TensorDataset(*(torch.cat(parts) for parts in zip(*data(0, 5, FP32), strict=True)))
     model = Net()
     groups: list[dict[str, Any]] = [
@@ -748,20 +748,20 @@ def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_travel_in_another_dtype_in_every_stage(setup: Setup) -> None:
+def _communication_data_type_rounds_gradients_in_every_stage(setup: Setup) -> None:
     """In bf16: parameters end elsewhere than in fp32, and near."""
     for stage in (0, 1, 2):
-        ends = []
+        trained = []
         for more in ({}, {"communication_data_type": "bf16"}):
             engine = start({**config(stage), **more})
             run(engine, list(data(setup.rank, 3, FP32)))
-            ends.append(torch.cat([param.detach().flatten() for param in engine.module.parameters()]))
-        assert not torch.equal(*ends), stage
-        torch.testing.assert_close(*ends, rtol=0.2, atol=0.05)
+            trained.append(torch.cat([param.detach().flatten() for param in engine.module.parameters()]))
+        assert not torch.equal(*trained), stage
+        torch.testing.assert_close(*trained, rtol=0.2, atol=0.05)
 
 
 @case(2)
-def _the_optimizer_answers_as_deepspeeds(setup: Setup) -> None:
+def _the_fp16_optimizer_has_deepspeeds_overflow_scales_rate_and_refresh(setup: Setup) -> None:
     for stage in (1, 2):
         engine = start(config(stage, FP16))
         optimizer = engine.optimizer
@@ -871,7 +871,7 @@ def _a_bf16_model_under_an_fp32_configuration_is_refused(setup: Setup) -> None:
 
 
 @case(2)
-def _forward_passes_run_under_autocast(setup: Setup) -> None:
+def _torch_autocast_equals_ddp_under_autocast(setup: Setup) -> None:
     """Parameters, gradients and the step stay fp32."""
     block = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     for stage in (0, 1, 2):

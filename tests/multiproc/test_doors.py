@@ -67,7 +67,7 @@ def _wrap_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
 
 
 @case(2)
-def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None:
+def _wrap_passes_options_to_ddp(setup: Setup) -> None:
     ddp, opt = ddp_zero.wrap(build_model(), AdamW, ddp={"find_unused_parameters": True, "bucket_cap_mb": 3}, **OPTIONS)
     assert ddp.find_unused_parameters
     assert ddp.gradient_as_bucket_view
@@ -77,18 +77,22 @@ def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None
     for options, caps in sizes:
         small, _ = ddp_zero.wrap(build_model(), AdamW, **options, **OPTIONS)
         assert bucket_caps(small) == caps
+
+
+@case(2)
+def _wrap_of_a_ddp_model_or_with_an_unknown_option_is_refused(setup: Setup) -> None:
     with pytest.raises(TypeError, match="Expected a module that is not wrapped yet, got Distributed"):
-        ddp_zero.wrap(ddp, AdamW, **OPTIONS)
+        ddp_zero.wrap(wrapped(build_model()), AdamW, **OPTIONS)
     with pytest.raises(TypeError, match="learning_rate"):
         ddp_zero.wrap(build_model(), AdamW, learning_rate=1.0)
 
 
 @case(2)
-def _buckets_have_ddps_size_in_both_stages_unless_another_is_asked_for(setup: Setup) -> None:
+def _buckets_have_the_size_that_ddp_gives_them_or_bucket_cap_mb(setup: Setup) -> None:
     """1 MiB for the first, 25 for all others; layers of 1 MiB."""
-    ways: list[tuple[dict[str, Any], list[int]]] = [({}, [1, 8]), ({"bucket_cap_mb": 2}, [2, 2, 2, 2, 1])]
+    layouts: list[tuple[dict[str, Any], list[int]]] = [({}, [1, 8]), ({"bucket_cap_mb": 2}, [2, 2, 2, 2, 1])]
     for stage in (1, 2):
-        for caps, expected in ways:
+        for caps, expected in layouts:
             model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(9)])
             ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **caps)
             opt = shard_optimizer(ddp, AdamW, stage=stage, **OPTIONS)
@@ -98,7 +102,7 @@ def _buckets_have_ddps_size_in_both_stages_unless_another_is_asked_for(setup: Se
 
 
 @case(2, few=[1], every=[1, 2])
-def _a_step_within_torch_compile_runs_as_it_is(setup: Setup, configurations: list[int]) -> None:
+def _opt_step_within_torch_compile_equals_ddp(setup: Setup, configurations: list[int]) -> None:
     for stage in configurations:
         expected = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
         reference = AdamW(expected.parameters(), **OPTIONS)
@@ -220,7 +224,7 @@ def _forward_passes_captured_before_parameters_move_are_refused(setup: Setup) ->
     few=["stage 1, overlapped", "stage 2, after backward"],
     every=["stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved", "stage 2, after backward"],
 )
-def _parameters_on_their_way_are_saved_after_every_step(setup: Setup, configurations: list[str]) -> None:
+def _checkpoints_with_a_sync_in_flight_resume_bit_for_bit(setup: Setup, configurations: list[str]) -> None:
     for name in configurations:
         expected, ddp = plain(build_model()), wrapped(build_model())
         reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES[name])
@@ -247,7 +251,7 @@ def _parameters_on_their_way_are_saved_after_every_step(setup: Setup, configurat
 
 
 @case(2)
-def _whatever_is_saved_waits_for_parameters_on_their_way(setup: Setup) -> None:
+def _models_extras_and_state_dicts_are_saved_with_the_parameters_after_the_sync(setup: Setup) -> None:
     expected, ddp = plain(build_model()), wrapped(build_model())
     reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
     data = batches(setup.rank, 100)
@@ -300,11 +304,11 @@ def _a_state_dict_before_the_first_step_is_the_plain_optimizers(setup: Setup, co
     for position in configurations:
         case = OPTIMIZERS[position]
         twins = build_twins(case, groups=1 + position % 2, parameters_as_bucket_view=bool(position % 2))
-        _same_at_birth(twins, case.name)
+        _assert_initial_state_dict_equals_the_plain_one(twins, case.name)
         twins.opt.load_state_dict(twins.opt.state_dict())  # as frameworks do to move it to a device
         twins.plain.load_state_dict(twins.plain.state_dict())
         if case.name != "Adagrad":
-            _same_at_birth(twins, f"{case.name}, loaded")
+            _assert_initial_state_dict_equals_the_plain_one(twins, f"{case.name}, loaded")
         twins.train(setup, 2)
         twins.assert_moved()
         if case.name in COPIED:
@@ -312,7 +316,7 @@ def _a_state_dict_before_the_first_step_is_the_plain_optimizers(setup: Setup, co
                 copy.deepcopy(twins.opt).state_dict()
 
 
-def _same_at_birth(twins: Twins, what: str) -> None:
+def _assert_initial_state_dict_equals_the_plain_one(twins: Twins, what: str) -> None:
     with mock.patch.object(Communicator, "all_gather_ints", side_effect=AssertionError("communicates")):
         found = twins.opt.state_dict()
     expected = twins.plain.state_dict()
@@ -322,7 +326,7 @@ def _same_at_birth(twins: Twins, what: str) -> None:
 
 
 @case(2, 3)
-def _a_rank_that_owns_nothing_answers_too(setup: Setup) -> None:
+def _a_state_dict_before_the_first_step_is_whole_on_ranks_without_parameters(setup: Setup) -> None:
     for build in (AdamW, torch.optim.Adagrad):
         model = nn.Linear(3, 3, bias=False)
         with torch.no_grad():
@@ -346,7 +350,7 @@ def _a_rank_that_owns_nothing_answers_too(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _masters_and_loss_scale_before_the_first_step(setup: Setup) -> None:
+def _a_state_dict_before_the_first_step_has_masters_and_loads(setup: Setup) -> None:
     for build in (AdamW, torch.optim.Adagrad):
         ddp = wrapped(build_model().to(torch.bfloat16))
         opt = shard_optimizer(ddp, build, lr=0.1, master_weights=True, loss_scale=DynamicLossScale())
@@ -371,7 +375,7 @@ def _masters_and_loss_scale_before_the_first_step(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _what_only_one_rank_knows_is_not_left_out(setup: Setup) -> None:
+def _state_loaded_on_one_rank_alone_is_in_its_consolidated_state_dict(setup: Setup) -> None:
     ddp = wrapped(build_model())
     opt = shard_optimizer(ddp, AdamW, lr=0.1, overlap=False)
     opt.load_sharded_state_dict(opt.sharded_state_dict(ddp, init_missing=setup.rank == 0), ddp)
@@ -386,7 +390,7 @@ def _what_only_one_rank_knows_is_not_left_out(setup: Setup) -> None:
 # Wrappers in checkpoints
 
 
-class Accelerated(torch.optim.Optimizer):
+class LikeAccelerate(torch.optim.Optimizer):
     """As Accelerate's: all that it is comes from the optimizer that it holds."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -410,7 +414,7 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-class Ahead(torch.optim.Optimizer):
+class WithOwnState(torch.optim.Optimizer):
     """Wraps an optimizer and has state of its own besides."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -437,10 +441,10 @@ def in_one_bucket(model: nn.Module) -> DistributedDataParallel:
 
 
 @case(2)
-def _wrappers_are_saved_as_what_they_hold(setup: Setup) -> None:
+def _checkpoints_of_wrapped_models_and_optimizers_load_without_wrappers_and_into_others(setup: Setup) -> None:
     ddp = wrapped(build_model())
     opt = shard_optimizer(ddp, AdamW, lr=0.1, stage=2)
-    model, optimizer = Holder(ddp), Accelerated(Accelerated(opt))
+    model, optimizer = Holder(ddp), LikeAccelerate(LikeAccelerate(opt))
     for inputs, targets in batches(setup.rank, 3):
         train_step(model, optimizer, inputs, targets)
     checkpoint.save(setup.folder / "wrapped", model, optimizer)
@@ -451,7 +455,7 @@ def _wrappers_are_saved_as_what_they_hold(setup: Setup) -> None:
     bare = in_one_bucket(build_model(2))
     compiled: Any = torch.compile(bare, backend="eager")
     third = shard_optimizer(compiled, AdamW, lr=0.1, stage=2)
-    checkpoint.load(setup.folder / "wrapped", compiled, Accelerated(third))
+    checkpoint.load(setup.folder / "wrapped", compiled, LikeAccelerate(third))
     for inputs, targets in batches(setup.rank, 3, seed=1):
         for one, by in ((model, optimizer), (other, resumed), (compiled, third)):
             train_step(one, by, inputs, targets)
@@ -465,10 +469,10 @@ def _wrappers_are_saved_as_what_they_hold(setup: Setup) -> None:
     checkpoint.load(setup.folder / "holder", holder, optimizer)
     assert count.tolist() == [0, 0], "a holder with state of its own is saved whole"
     plain_one = AdamW(ddp.parameters(), lr=0.1)
-    checkpoint.save(setup.folder / "plain", ddp, Accelerated(plain_one))
+    checkpoint.save(setup.folder / "plain", ddp, LikeAccelerate(plain_one))
     checkpoint.load(setup.folder / "plain", ddp, plain_one)
-    with pytest.raises(TypeError, match=r"got Ahead, which has state of its own. Give its .optimizer"):
-        checkpoint.save(setup.folder / "ahead", ddp, Ahead(plain_one))
+    with pytest.raises(TypeError, match=r"got WithOwnState, which has state of its own. Give its .optimizer"):
+        checkpoint.save(setup.folder / "ahead", ddp, WithOwnState(plain_one))
 
 
 @case(2)
@@ -491,7 +495,7 @@ def _an_empty_path_is_refused(setup: Setup) -> None:
 
 
 @case(2)
-def _compiled_and_held_models(setup: Setup) -> None:
+def _compiled_and_nested_ddp_models_equal_ddp(setup: Setup) -> None:
     for stage, hold in ((1, "compiled"), (2, "compiled"), (2, "held")):
         expected, ddp = plain(build_model()), in_one_bucket(build_model())
         reference = AdamW(expected.parameters(), **OPTIONS)
@@ -504,6 +508,10 @@ def _compiled_and_held_models(setup: Setup) -> None:
             train_step(model, opt, inputs, targets)
             assert_same_values(expected.module, ddp.module, f"{hold}, stage {stage}, step {step}")
         assert not any(map(torch.equal, before.parameters(), ddp.module.parameters())), "nothing moved"
+
+
+@case(2)
+def _shard_optimizer_of_two_or_no_ddp_models_is_refused(setup: Setup) -> None:
     one, two = wrapped(build_model()), wrapped(build_model())
     with pytest.raises(ValueError, match=r"holds one DistributedDataParallel model, got 2: '0', '1.inner'\. Shard an"):
         shard_optimizer(nn.Sequential(one, Holder(two)), AdamW)
@@ -575,8 +583,8 @@ def _parameters_that_are_not_given_stay_as_they_were(setup: Setup) -> None:
 
 
 @case(2)
-def _layers_that_grow_come_without_names(setup: Setup) -> None:
-    """After the one line, whose groups have names. The last layer is added before the model that has it is known."""
+def _layers_added_to_a_model_with_named_groups_train_as_ddp(setup: Setup) -> None:
+    """Named after the module where the model that has them is attached already, by their place where it is not."""
     for stage in (1, 2):
         twins = sharded_twins(stage=stage)
         for is_first, is_known, names in (
@@ -610,7 +618,7 @@ def _frozen_answers(name: str, param: nn.Parameter) -> Any:
 
 
 @case(2)
-def _arguments_are_refused_in_the_users_terms(setup: Setup) -> None:
+def _wrong_arguments_are_refused_with_the_name_and_the_value(setup: Setup) -> None:
     ddp = wrapped(build_model())
     params = list(ddp.parameters())
     sparse = nn.Parameter(torch.eye(3).to_sparse())
@@ -691,13 +699,13 @@ MASTERS: list[dict[str, Any]] = [
 
 
 @case(2, marks=[pytest.mark.nightly])
-def _a_forgotten_refresh_of_masters_breaks_nothing(setup: Setup) -> None:
+def _training_after_a_refused_step_without_refresh_equals_one_with_it(setup: Setup) -> None:
     for mode in MASTERS:
-        for goes_on in ("with these gradients", "with the next batch"):
-            _forgets(setup, dict(mode), goes_on)
+        for continues in ("with these gradients", "with the next batch"):
+            _train_without_refresh(setup, dict(mode), continues)
 
 
-def _forgets(setup: Setup, mode: dict[str, Any], goes_on: str) -> None:
+def _train_without_refresh(setup: Setup, mode: dict[str, Any], continues: str) -> None:
     unused = mode.pop("find_unused_parameters", False)
     models = [wrapped(build_model().bfloat16(), find_unused_parameters=unused) for _ in range(2)]
     opts = [shard_optimizer(ddp, AdamW, lr=1e-2, master_weights=True, **mode) for ddp in models]
@@ -709,25 +717,25 @@ def _forgets(setup: Setup, mode: dict[str, Any], goes_on: str) -> None:
     for ddp in models:
         ddp.module.load_state_dict(other)
     opts[0].refresh_master_weights()
-    forgetful, opt = models[1], opts[1]
+    unrefreshed, opt = models[1], opts[1]
     for _ in range(2):  # again and again
         with pytest.raises(RuntimeError, match=r"parameter \d+ .*Call opt.refresh_master_weights\(\) after writing"):
-            train_step(forgetful, opt, *data[4])
-        assert_identical(dict(other), dict(forgetful.module.state_dict()), "a step that was refused")
-        if goes_on == "with the next batch":
+            train_step(unrefreshed, opt, *data[4])
+        assert_identical(dict(other), dict(unrefreshed.module.state_dict()), "a step that was refused")
+        if continues == "with the next batch":
             opt.zero_grad()
             continue
         break
     opt.refresh_master_weights()
-    if goes_on == "with these gradients":
+    if continues == "with these gradients":
         opt.step()
         opt.zero_grad()
         train_step(models[0], opts[0], *data[4])
     for inputs, targets in data[5:]:
         for ddp, opt in zip(models, opts, strict=True):
             train_step(ddp, opt, inputs, targets)
-    assert_same_values(models[0].module, models[1].module, f"{mode}, {goes_on}")
-    assert not any(map(torch.equal, other.values(), forgetful.module.state_dict().values())), "nothing moved"
+    assert_same_values(models[0].module, models[1].module, f"{mode}, {continues}")
+    assert not any(map(torch.equal, other.values(), unrefreshed.module.state_dict().values())), "nothing moved"
 
 
 # Who reads a parameter on its way
@@ -752,7 +760,7 @@ def _readers_that_wait() -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def _readers_that_do_not() -> dict[str, Callable[[Tensor], Tensor]]:
+def _readers_that_do_not_wait() -> dict[str, Callable[[Tensor], Tensor]]:
     """By the words that `finish_sync` has for them."""
     script, trace = torch.jit.script(_scripted), torch.jit.trace(_scripted, (torch.ones(2),))
     return {
@@ -774,12 +782,12 @@ def _readers_that_do_not() -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def _on_its_way(param: Tensor) -> bool:
+def _is_in_flight(param: Tensor) -> bool:
     return isinstance(param, Awaited)
 
 
 @case(2)
-def _who_waits_for_a_parameter_and_who_is_named_in_the_limits(setup: Setup) -> None:
+def _readers_of_a_parameter_in_flight_wait_for_it_or_are_listed_in_the_limits(setup: Setup) -> None:
     expected, ddp = plain(build_model()), wrapped(build_model())
     reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
     data = batches(setup.rank, 1000)
@@ -798,20 +806,20 @@ def _who_waits_for_a_parameter_and_who_is_named_in_the_limits(setup: Setup) -> N
         train(3)
         for name, read in _readers_that_wait().items():
             train(1)
-            assert _on_its_way(ours), name
+            assert _is_in_flight(ours), name
             found = read(ours)
-            assert not _on_its_way(ours), f"{name} does not wait"
+            assert not _is_in_flight(ours), f"{name} does not wait"
             assert_identical(theirs.detach(), found.detach().as_subclass(Tensor), name)
             assert type(found) is type(read(theirs)), name
         train(1)
         copied = nn.Parameter(ours)
         assert (copied.requires_grad, copied.is_leaf, copied.data_ptr()) == (True, True, ours.data_ptr())
         assert not nn.Parameter(ours, requires_grad=False).requires_grad
-        for name, read in _readers_that_do_not().items():
+        for name, read in _readers_that_do_not_wait().items():
             assert name in str(ZeroRedundancyOptimizer.finish_sync.__doc__), f"{name} is not named in the limits"
             train(1)
             read(ours)
-            assert _on_its_way(ours), f"{name} waits now: take it out of the limits"
+            assert _is_in_flight(ours), f"{name} waits now: take it out of the limits"
             opt.finish_sync()
             assert_identical(theirs.detach(), read(ours).detach().as_subclass(Tensor), name)
     assert_same_values(expected.module, ddp.module, "after all of it")
@@ -853,7 +861,7 @@ def _shared(state: dict[str, Tensor]) -> list[set[str]]:
 
 
 @case(2)
-def _savers_see_parameters_that_share_no_memory(setup: Setup) -> None:
+def _state_dicts_of_flat_storage_share_no_memory_and_are_of_the_plain_size(setup: Setup) -> None:
     torch.manual_seed(0)
     fresh = Adapted()
     modes: list[dict[str, Any]] = [{}, {"sync": "forward"}, {"stage": 2}, {"stage": 2, "partition": "elements"}]
@@ -887,7 +895,7 @@ def _savers_see_parameters_that_share_no_memory(setup: Setup) -> None:
 
 
 @case(2)
-def _parameters_that_leave_flat_storage_train_on(setup: Setup) -> None:
+def _parameters_moved_out_of_flat_storage_equal_ddp(setup: Setup) -> None:
     def share(model: nn.Module) -> None:
         model.share_memory()
 

@@ -128,7 +128,7 @@ def _compare_masters(
 
 
 @case(2, 3)
-def _masters_are_what_is_switched(setup: Setup) -> None:
+def _train_and_eval_switch_masters_as_the_plain_optimizer_its_copies(setup: Setup) -> None:
     """A bf16 model: DDP and the optimizer over fp32 copies by hand, against master weights."""
     for overlap in (False, True):
         plain_model = DistributedDataParallel(build_model().bfloat16())
@@ -156,7 +156,7 @@ def _masters_are_what_is_switched(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _masters_before_the_first_step(setup: Setup) -> None:
+def _masters_that_a_method_writes_before_the_first_step_are_kept(setup: Setup) -> None:
     """What a method writes to masters is kept, whole, although the model was the truth until then."""
     model = DistributedDataParallel(build_model().bfloat16())
     opt: Any = shard_optimizer(model, ToyScheduleFree, overlap=False, master_weights=True)
@@ -183,7 +183,7 @@ def _same_on_every_rank(model: nn.Module) -> None:
 
 
 @case(2, 3)
-def _public_methods_are_found_by_name(setup: Setup) -> None:
+def _public_methods_of_the_inner_class_are_called_by_name(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     opt: Any = twins.opt
     _switch(twins, "train")
@@ -214,7 +214,7 @@ def _public_methods_are_found_by_name(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _a_method_that_fails_on_one_rank(setup: Setup) -> None:
+def _an_error_of_a_method_on_one_rank_is_raised_on_all(setup: Setup) -> None:
     """Every rank raises, and what was written until then is the same on all."""
     for build in MODES.values():
         twins = build()
@@ -236,7 +236,7 @@ def _a_method_that_fails_on_one_rank(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _different_methods_on_different_ranks(setup: Setup) -> None:
+def _different_methods_on_different_ranks_are_refused(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
     with pytest.raises(ValueError, match=r"same operation.*ToyScheduleFree.(train|eval)\(\)"):
@@ -245,7 +245,7 @@ def _different_methods_on_different_ranks(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _between_backward_and_step(setup: Setup) -> None:
+def _a_method_between_backward_and_step_is_refused(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     opt: Any = twins.opt
     opt.train()
@@ -279,7 +279,7 @@ def _between_backward_and_step(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _frozen_since(setup: Setup) -> None:
+def _a_method_writes_parameters_that_were_frozen(setup: Setup) -> None:
     """A parameter that does not travel any more is written to all the same."""
     for name in ("standalone", "copied"):
         twins = MODES[name]()
@@ -296,7 +296,7 @@ def _frozen_since(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _moved_since(setup: Setup) -> None:
+def _a_method_writes_parameters_outside_their_flat_storage(setup: Setup) -> None:
     """Parameters that have left their flat storage are sent from where they are now."""
     twins = MODES["standalone"]()
     _switch(twins, "train")
@@ -308,7 +308,7 @@ def _moved_since(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _under_join(setup: Setup) -> None:
+def _a_method_under_join_is_refused(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
     opt.train()
@@ -323,7 +323,7 @@ def _under_join(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _stale_state(setup: Setup) -> None:
+def _a_state_dict_after_a_method_is_not_the_consolidated_one_of_before(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
     opt.train()
@@ -361,7 +361,7 @@ def _real(setup: Setup) -> None:
             twins.assert_moved()
 
 
-def test_real_schedule_free_ones() -> None:
+def test_schedulefrees_own_optimizers_equal_the_plain_ones() -> None:
     """Runs where ``schedulefree`` is installed."""
     pytest.importorskip("schedulefree")
     run_ranks(_real, 2)

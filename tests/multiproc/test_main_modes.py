@@ -43,7 +43,7 @@ class Plain:
         self.optimizer.step()
 
 
-def follow(setup: Setup, build: Callable[..., Any] = shard_optimizer, **options: Any) -> Any:
+def equal_ddp(setup: Setup, build: Callable[..., Any] = shard_optimizer, **options: Any) -> Any:
     """Train the sharded optimizer beside the plain optimizer, comparing after every step; returns the optimizer."""
     start = build_model()
     plain = Plain(start, options.get("max_grad_norm"))
@@ -63,56 +63,58 @@ def follow(setup: Setup, build: Callable[..., Any] = shard_optimizer, **options:
 
 
 @case(2)
-def _the_class_in_the_place_of_the_optimizer(setup: Setup) -> None:
-    follow(setup, lambda ddp, kind, **options: ZeroRedundancyOptimizer(ddp.named_parameters(), kind, **options))
+def _the_optimizer_class_over_named_parameters_equals_ddp(setup: Setup) -> None:
+    equal_ddp(setup, lambda ddp, kind, **options: ZeroRedundancyOptimizer(ddp.named_parameters(), kind, **options))
 
 
 @case(2)
-def _an_optimizer_that_was_built_already(setup: Setup) -> None:
-    follow(setup, lambda ddp, kind, **options: shard_optimizer(ddp, kind(ddp.named_parameters(), **options), stage=2))
+def _an_optimizer_that_was_built_before_equals_ddp(setup: Setup) -> None:
+    equal_ddp(
+        setup, lambda ddp, kind, **options: shard_optimizer(ddp, kind(ddp.named_parameters(), **options), stage=2)
+    )
 
 
 @case(2)
-def _stage_1_standalone(setup: Setup) -> None:
-    opt = follow(setup, overlap=False)
+def _stage_1_standalone_equals_ddp(setup: Setup) -> None:
+    opt = equal_ddp(setup, overlap=False)
     assert "stage 1, standalone" in opt.explain(), opt.explain()
 
 
 @case(2)
-def _stage_1_inside_backward(setup: Setup) -> None:
-    opt = follow(setup, interleaved=False)
+def _stage_1_inside_backward_equals_ddp(setup: Setup) -> None:
+    opt = equal_ddp(setup, interleaved=False)
     assert "regime: overlapped (" in opt.explain(), opt.explain()
 
 
 @case(2)
-def _stage_2_interleaved(setup: Setup) -> None:
-    opt = follow(setup, stage=2, interleaved=True)
+def _stage_2_interleaved_equals_ddp_and_explains_its_order(setup: Setup) -> None:
+    opt = equal_ddp(setup, stage=2, interleaved=True)
     assert "regime: overlapped (" in opt.explain(), opt.explain()
     assert "bucket k = 0 is full: reduce k\n" in opt.explain(), opt.explain()
     assert " is full: reduce k, wait_reduce k - 1, " in opt.explain(), opt.explain()
 
 
 @case(2)
-def _stage_2_outside_of_backward(setup: Setup) -> None:
-    follow(setup, stage=2, overlap=False)
+def _stage_2_outside_of_backward_equals_ddp(setup: Setup) -> None:
+    equal_ddp(setup, stage=2, overlap=False)
 
 
 @case(2)
-def _cut_parameters(setup: Setup) -> None:
+def _cut_parameters_equal_ddp(setup: Setup) -> None:
     for stage, partition in ((1, "elements"), (2, "elements"), (2, "auto")):
-        follow(setup, stage=stage, partition=partition)
+        equal_ddp(setup, stage=stage, partition=partition)
 
 
 @case(2)
-def _clipped_by_the_step(setup: Setup) -> None:
+def _clipping_by_the_step_equals_ddp(setup: Setup) -> None:
     for stage in (1, 2):
-        opt = follow(setup, stage=stage, max_grad_norm=CLIP)
+        opt = equal_ddp(setup, stage=stage, max_grad_norm=CLIP)
         assert opt.last_step.grad_norm > CLIP, "nothing was clipped"
 
 
 @case(2)
-def _synced_in_the_next_forward(setup: Setup) -> None:
-    follow(setup, stage=2, sync="forward")
+def _a_sync_in_the_next_forward_equals_ddp(setup: Setup) -> None:
+    equal_ddp(setup, stage=2, sync="forward")
 
 
 @case(2)
@@ -172,7 +174,7 @@ def _resumed(folder: Path, mode: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 @case(2)
-def _the_door_of_deepspeed(setup: Setup) -> None:
+def _the_deepspeed_engine_equals_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         plain = Plain(build_model(), CLIP, DEEPSPEED_OPTIONS)
         engine, _, _, _ = deepspeed.initialize(model=build_model(), config=_deepspeed_config(stage))

@@ -55,7 +55,7 @@ def assert_same_state(setup: Setup, opt: ZeroRedundancyOptimizer, pair: Pair) ->
 
 
 @case(2, 4)
-def _inside_backward_in_one_line(setup: Setup) -> None:
+def _shard_optimizer_with_two_classes_inside_backward_equals_the_plain_pair(setup: Setup) -> None:
     for stage in (1, 2):
         for place, partition in enumerate(PARTITIONS):
             plain, ddp = ddp_of(language(), stage, is_plain=True), ddp_of(language(), stage)
@@ -83,7 +83,7 @@ def _inside_backward_in_one_line(setup: Setup) -> None:
 
 
 @case(3)
-def _standalone_with_lists_of_groups_and_clipping(setup: Setup) -> None:
+def _standalone_lists_of_groups_of_two_classes_equal_the_plain_pair(setup: Setup) -> None:
     for partition in PARTITIONS[1:]:
         for views in (True, False):
             plain, ddp = ddp_of(language(), 1), ddp_of(language(), 1)
@@ -97,7 +97,7 @@ def _standalone_with_lists_of_groups_and_clipping(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _first_iterations_with_a_single_bucket_and_frozen_parameters(setup: Setup) -> None:
+def _one_bucket_and_a_frozen_parameter_equal_the_plain_pair(setup: Setup) -> None:
     """Stage 2 with one bucket of everything, which whole parameters level out, and with buckets that cut some."""
     for cap in (25, CAP):
         plain = ddp_of(language(), 2, is_plain=True, bucket_cap_mb=cap)
@@ -114,7 +114,7 @@ def _first_iterations_with_a_single_bucket_and_frozen_parameters(setup: Setup) -
 
 
 @case(2)
-def _wrap_and_a_clipped_norm(setup: Setup) -> None:
+def _wrap_with_max_grad_norm_equals_the_clipped_plain_pair(setup: Setup) -> None:
     ddp, opt = wrap(language(), AdamW, params=by_class, lr=3e-3, stage=2, max_grad_norm=0.05, partition="parameters")
     plain = DistributedDataParallel(language())
     pair = Pair(plain)
@@ -156,7 +156,7 @@ def _costs_decide_owners_within_the_limit_on_bytes(setup: Setup) -> None:
 
 
 @case(2)
-def _costs_that_differ_between_ranks_are_refused_on_all(setup: Setup) -> None:
+def _costs_that_differ_between_ranks_or_are_no_costs_are_refused(setup: Setup) -> None:
     with pytest.raises(ValueError, match=r"the same parameter 0 .*cost 65536\).*cost 131072\).*ZERO-506"):
         ZeroRedundancyOptimizer(groups_of(language()), AdamW, cost=lambda param, group: 1 + setup.rank)
     with pytest.raises(ValueError, match=r"at least 0, got -1. It was asked for parameter 0 .*ZERO-127"):
@@ -173,7 +173,7 @@ def _costs_that_differ_between_ranks_are_refused_on_all(setup: Setup) -> None:
 
 
 @case(2)
-def _a_state_dict_continues_and_travels_to_other_owners(setup: Setup) -> None:
+def _a_state_dict_resumes_with_other_owners(setup: Setup) -> None:
     for partition in PARTITIONS[:0:-1]:
         plain, ddp = ddp_of(language(), 1), ddp_of(language(), 1)
         pair = Pair(plain)
@@ -221,7 +221,7 @@ def test_a_checkpoint_resumes_at_another_number_of_ranks_with_another_plan(tmp_p
 
 
 @case(2)
-def _groups_are_added_with_the_defaults_of_their_class(setup: Setup) -> None:
+def _an_added_group_has_the_defaults_of_its_class_and_a_copy_steps_alike(setup: Setup) -> None:
     plain, ddp = ddp_of(language(), 1), ddp_of(language(), 1)
     later = [[p for p in model.module.blocks[2].parameters() if p.ndim == 2] for model in (plain, ddp)]
     pair = Pair(plain)
@@ -270,7 +270,7 @@ class Counting(AdamW):
 
 
 @case(2)
-def _counters_and_methods_of_each_class(setup: Setup) -> None:
+def _counters_and_methods_of_both_classes_equal_the_plain_pair(setup: Setup) -> None:
     plain, ddp = ddp_of(language(), 1), ddp_of(language(), 1)
     rest, matrices = (group["params"] for group in groups_of(plain))
     pair = Pair(plain)
@@ -352,14 +352,14 @@ class OwnNames(Optimizer):
 @case(2)
 def _options_with_names_of_this_librarys_reach_their_class(setup: Setup) -> None:
     own = {"max_grad_norm": 0.05, "norm_type": 1.0}
-    ways: list[Callable[[Any, int], Any]] = [
+    doors: list[Callable[[Any, int], Any]] = [
         lambda ddp, stage: shard_optimizer(ddp, OwnNames, [{"params": ddp.parameters(), **own}], stage=stage),
         lambda ddp, stage: shard_optimizer(ddp, partial(OwnNames, **own), stage=stage),
         lambda ddp, stage: shard_optimizer(ddp, OwnNames(ddp.parameters(), **own), stage=stage),
     ]
-    for way, stage in product(ways, (1, 2)):
+    for build, stage in product(doors, (1, 2)):
         plain, ddp = ddp_of(language(), 1), ddp_of(language(), stage)
-        opt = way(ddp, stage)
+        opt = build(ddp, stage)
         train(setup, [plain, ddp], [OwnNames(plain.parameters(), **own), opt], 3)
         assert_equal_models(plain.module, ddp.module, f"stage {stage}")
         assert_moved(ddp)
@@ -394,7 +394,7 @@ def _a_rank_without_parameters_of_a_class_resumes(setup: Setup) -> None:
     """One bias, which one rank owns: the other has matrices of Muon only."""
     for kind, stage in ((Adagrad, 2), (Adagrad, 1), (AdamW, 2)):
         runs = []
-        for way in ("none", "checkpoint", "state dict"):
+        for resumed_from in ("none", "checkpoint", "state dict"):
             torch.manual_seed(0)
             ddp = ddp_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)), stage)
             muon = {"params": [ddp.module[0].weight, ddp.module[1].weight], "optimizer_class": torch.optim.Muon}
@@ -405,16 +405,16 @@ def _a_rank_without_parameters_of_a_class_resumes(setup: Setup) -> None:
                 ddp(inputs).square().mean().backward()
                 opt.step()
                 opt.zero_grad()
-                if step == 1 and way == "checkpoint":
+                if step == 1 and resumed_from == "checkpoint":
                     checkpoint.save(setup.folder / f"{kind.__name__}-{stage}", ddp, opt, step=1)
                     checkpoint.load(setup.folder / f"{kind.__name__}-{stage}", ddp, opt)
-                elif step == 1 and way == "state dict":
+                elif step == 1 and resumed_from == "state dict":
                     copy.deepcopy(opt)
                     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
             assert not any(map(torch.equal, before, ddp.parameters())), "nothing moved"
             runs.append([param.detach() for param in ddp.parameters()])
-        for way, run in zip(("checkpoint", "state dict"), runs[1:], strict=True):
-            assert_identical(runs[0], run, f"{way}, {kind.__name__}, stage {stage}")
+        for resumed_from, run in zip(("checkpoint", "state dict"), runs[1:], strict=True):
+            assert_identical(runs[0], run, f"{resumed_from}, {kind.__name__}, stage {stage}")
 
 
 def _groups_with(ddp: Any, kind: Any) -> list[dict[str, Any]]:

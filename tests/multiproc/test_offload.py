@@ -97,7 +97,7 @@ def assert_away(opt: ZeroRedundancyOptimizer) -> None:
 
 
 @case(2, marks=[pytest.mark.nightly])
-def _every_optimizer(setup: Setup) -> None:
+def _every_optimizer_equals_ddp_with_its_state_on_the_host(setup: Setup) -> None:
     for number, one in enumerate(OPTIMIZERS):
         with offloaded() as options:
             twins = twins_of(one, number, options)
@@ -108,7 +108,7 @@ def _every_optimizer(setup: Setup) -> None:
 
 
 @case(3)
-def _every_mode(setup: Setup) -> None:
+def _every_mode_equals_ddp_with_its_state_on_the_host(setup: Setup) -> None:
     for mode in range(6):
         for late in ({}, {"sync": "forward"}) if mode in (0, 1, 3) else ({},):
             with offloaded() as options:
@@ -120,7 +120,7 @@ def _every_mode(setup: Setup) -> None:
 
 
 @case(2)
-def _cut_parameters(setup: Setup) -> None:
+def _cut_parameters_equal_ddp(setup: Setup) -> None:
     for number, one in enumerate(ELEMENTWISE[1::3]):
         with offloaded() as options:
             twins = twins_of(one, number, {**options, "partition": "elements"}, large_model())
@@ -131,7 +131,7 @@ def _cut_parameters(setup: Setup) -> None:
 
 
 @case(2)
-def _decisions_and_masters(setup: Setup) -> None:
+def _clipping_scaling_and_masters_equal_the_reference_recipes(setup: Setup) -> None:
     for number, recipe in enumerate(RECIPES):
         stage = 1 + number % 2
         mode = MODES[stage][number // 2 % len(MODES[stage])]
@@ -153,7 +153,7 @@ def _decisions_and_masters(setup: Setup) -> None:
 
 
 @case(2)
-def _masters_of_cut_parameters(setup: Setup) -> None:
+def _masters_of_cut_parameters_equal_those_without_offload(setup: Setup) -> None:
     """Beside the same optimizer without offload, which other tests compare with the plain optimizer."""
     own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
     for stage in (1, 2):
@@ -180,7 +180,7 @@ def _masters_of_cut_parameters(setup: Setup) -> None:
 
 
 @case(2)
-def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
+def _added_groups_freezing_and_new_wrappers_equal_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         with offloaded() as options, at_stage(stage):
             twins = build_overlapped_twins(ADAMW, 2, large_model(), bucket_cap_mb=CAP, zero_options=options)
@@ -193,7 +193,7 @@ def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
 
 
 @case(3)
-def _uneven_inputs(setup: Setup) -> None:
+def _join_with_uneven_inputs_equals_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         with offloaded() as options, at_stage(stage):
             twins = build_overlapped_twins(MOMENTUM, bucket_cap_mb=CAP / 2, zero_options=options)
@@ -203,7 +203,7 @@ def _uneven_inputs(setup: Setup) -> None:
 
 
 @case(2)
-def _values_that_the_loop_writes(setup: Setup) -> None:
+def _parameters_that_the_loop_writes_are_copied_to_the_host(setup: Setup) -> None:
     """A copy on the host follows the model, however it was written to."""
     with offloaded() as options:
         twins = twins_of(ADAMW, 3, options)
@@ -219,7 +219,7 @@ def _values_that_the_loop_writes(setup: Setup) -> None:
 
 
 @case(2)
-def _state_that_the_loop_writes(setup: Setup) -> None:
+def _state_that_the_loop_writes_is_stepped_with(setup: Setup) -> None:
     for mode in range(3):
         with offloaded() as options:
             twins = twins_of(ADAMW, mode, options)
@@ -234,7 +234,7 @@ def _state_that_the_loop_writes(setup: Setup) -> None:
 
 
 @case(2)
-def _methods_of_the_inner_class(setup: Setup) -> None:
+def _train_and_eval_of_the_inner_class_equal_ddp(setup: Setup) -> None:
     with offloaded() as options:
         twins = build_twins(TOY, 2, **options)
         for inputs, targets in batches(setup.rank, 4):
@@ -249,7 +249,7 @@ def _methods_of_the_inner_class(setup: Setup) -> None:
 
 
 @case(2)
-def _copies_of_an_optimizer(setup: Setup) -> None:
+def _a_copy_of_the_optimizer_trains_as_the_original_with_its_state_on_the_host(setup: Setup) -> None:
     with offloaded() as options:
         model = large_model()
         opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, fused=True, **options)
@@ -271,15 +271,15 @@ def _copies_of_an_optimizer(setup: Setup) -> None:
 
 
 @contextmanager
-def beside() -> Iterator[dict[str, Any]]:
+def on_the_device() -> Iterator[dict[str, Any]]:
     yield {}
 
 
-PLACES = {"host": offloaded, "beside": beside}
+PLACES = {"host": offloaded, "on_the_device": on_the_device}
 
 
 @case(2)
-def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
+def _checkpoints_with_or_without_offload_load_with_or_without_it(setup: Setup) -> None:
     own: dict[str, Any] = {"master_weights": True, "lr": 1e-2, "fused": True}
     for number, where in enumerate(PLACES):
         with PLACES[where]() as options:
@@ -301,7 +301,7 @@ def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
 
 
 @case(1)
-def _a_rank_alone_has_the_plain_state_dict_at_every_place(setup: Setup) -> None:
+def _one_rank_has_the_plain_state_dict_with_or_without_offload(setup: Setup) -> None:
     for number, where in enumerate(PLACES):
         with PLACES[where]() as options:
             twins = twins_of(MOMENTUM, 4 * number, options)
@@ -324,7 +324,7 @@ def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> t
 
 
 @case(2)
-def _state_that_is_away_between_phases(setup: Setup) -> None:
+def _offload_state_is_readable_but_no_step_is_taken_until_reload_state(setup: Setup) -> None:
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, 2, bucket_cap_mb=CAP / 2, stage=stage)
         twins.train(setup, 3)
@@ -345,6 +345,10 @@ def _state_that_is_away_between_phases(setup: Setup) -> None:
         twins.opt.zero_grad()
         twins.train(setup, 3, seed=1)
         assert_same_state(twins, setup, "after it came back")
+
+
+@case(2)
+def _offload_state_and_reload_state_keep_masters(setup: Setup) -> None:
     model = large_model(dtype=torch.bfloat16)
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, master_weights=True)
     masters = {param: master.clone() for param, master in opt.master_weights.items()}
@@ -402,7 +406,7 @@ def _tower() -> nn.Module:
 
 
 @case(2)
-def _a_step_waits_where_the_schedule_says_and_nowhere_else(setup: Setup) -> None:
+def _a_step_waits_for_copies_exactly_where_the_schedule_says(setup: Setup) -> None:
     for mode in (2, 3, 4, 5):
         with taken_for_a_device(), mock.patch.object(binding, "BUCKET_CAP_BYTES", 2000):
             twins = twins_of(ADAMW, mode, {"offload": "cpu"}, _tower())
@@ -438,7 +442,7 @@ def _gradient(param: Tensor) -> Tensor | None:
 
 
 @case(2)
-def _host_and_device_are_never_mixed(setup: Setup) -> None:
+def _no_operation_of_a_step_mixes_host_and_device_memory(setup: Setup) -> None:
     for stage, options in (
         (1, {}),
         (2, {}),

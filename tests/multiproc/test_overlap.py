@@ -50,7 +50,7 @@ HOOKS = [None, allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.b
 
 
 @case(2, few=pairwise(HOOKS, BOTH, BOTH), every=[*product(HOOKS, BOTH, BOTH)])
-def _any_wrapped_hook(setup: Setup, configurations: list[tuple[Any, bool, bool]]) -> None:
+def _a_wrapped_hook_equals_ddp_with_it(setup: Setup, configurations: list[tuple[Any, bool, bool]]) -> None:
     for wrapped, interleaved, bucket_view in configurations:
         twins = build_overlapped_twins(
             ADAMW, 2, wrapped=wrapped, interleaved=interleaved, gradient_as_bucket_view=bucket_view
@@ -76,7 +76,7 @@ class MatrixProducts(torch.optim.Optimizer):
 
 
 @case(2)
-def _products_of_gradients(setup: Setup) -> None:
+def _matrix_products_of_gradients_equal_those_under_ddp(setup: Setup) -> None:
     for stage, overlap, bucket_view in ((1, True, False), (1, True, True), (2, True, True), (2, False, True)):
         widths = (31, 3, 29, 3, 33, 1)  # of products of few rows last bits differ
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def _products_of_gradients(setup: Setup) -> None:
 
 
 @case(2)
-def _power_sgd(setup: Setup) -> None:
+def _power_sgd_equals_ddp_with_it(setup: Setup) -> None:
     def state() -> powerSGD_hook.PowerSGDState:
         return powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
@@ -113,7 +113,7 @@ def _power_sgd(setup: Setup) -> None:
 
 
 @case(2)
-def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
+def _a_loop_without_opt_step_or_without_one_zero_grad_equals_ddp(setup: Setup) -> None:
     for set_to_none in BOTH:
         for bucket_view in BOTH:
             twins = build_overlapped_twins(MOMENTUM, gradient_as_bucket_view=bucket_view)
@@ -135,7 +135,7 @@ def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
 
 
 @case(2)
-def _several_optimizers_on_one_model(setup: Setup) -> None:
+def _two_optimizers_on_one_model_equal_two_plain_ones(setup: Setup) -> None:
     model = build_model()
     plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015)
@@ -160,7 +160,7 @@ def _several_optimizers_on_one_model(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _groups_added_and_parameters_frozen(setup: Setup) -> None:
+def _added_groups_and_frozen_parameters_equal_ddp(setup: Setup) -> None:
     model = build_model()
     plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015, find_unused_parameters=True)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, find_unused_parameters=True)
@@ -186,7 +186,7 @@ def _groups_added_and_parameters_frozen(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _a_group_added_while_overlapped(setup: Setup) -> None:
+def _a_group_added_after_steps_inside_backward_equals_ddp(setup: Setup) -> None:
     for interleaved in BOTH:
         model = build_model()
         plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
@@ -226,7 +226,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
 
 
 @case(2)
-def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
+def _hooks_that_are_missing_or_of_other_models_are_refused(setup: Setup) -> None:
     model = build_model()
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     ddp, stranger = DistributedDataParallel(model), DistributedDataParallel(build_model())
@@ -262,7 +262,7 @@ def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
+def _a_hook_registered_on_another_model_is_refused_in_backward(setup: Setup) -> None:
     ddp, other = DistributedDataParallel(build_model()), DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     other.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, opt))
@@ -271,7 +271,7 @@ def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_changed_too_late_are_told(setup: Setup) -> None:
+def _gradients_changed_after_a_step_inside_backward_are_refused(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
         loss_of(twins.model, inputs, targets).backward()
@@ -293,7 +293,7 @@ def _gradients_changed_too_late_are_told(setup: Setup) -> None:
 
 
 @case(2)
-def _sparse_gradients_are_told(setup: Setup) -> None:
+def _sparse_gradients_are_refused(setup: Setup) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
     kept = shard_optimizer(ddp, torch.optim.SGD, lr=0.1)
     with pytest.raises(NotImplementedError, match=r"sparse gradient of parameter 0 'module.0.weight'"):

@@ -22,7 +22,7 @@ BOTH_STORAGES = (False, True)
 
 
 @case(1, 3)
-def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
+def _mixed_dtypes_shapes_and_missing_gradients_equal_the_plain_optimizer(setup: Setup) -> None:
     tensors = [
         torch.randn(7, 5),
         torch.randn(33, dtype=torch.bfloat16),
@@ -47,7 +47,7 @@ def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _fewer_parameters_than_ranks(setup: Setup) -> None:
+def _ranks_without_parameters_have_no_state(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         hand = LooseTwins([torch.randn(4, 4)], as_views=as_views, lr=0.1)
@@ -58,7 +58,7 @@ def _fewer_parameters_than_ranks(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _one_parameter_with_most_elements(setup: Setup) -> None:
+def _the_owner_of_a_parameter_with_most_elements_owns_no_other(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         hand = LooseTwins(
@@ -88,7 +88,7 @@ class TiedModel(nn.Module):
 
 
 @case(1, 3)
-def _tied_weights(setup: Setup) -> None:
+def _tied_weights_equal_ddp_and_stay_tied(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         twins = build_twins(ADAMW, model=TiedModel(), parameters_as_bucket_view=as_views)
@@ -104,7 +104,7 @@ def _tied_weights(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
+def _frozen_parameters_are_not_sent_and_step_again_once_unfrozen(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 64
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does(setup: Setup) -> None:
+def _a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(setup: Setup) -> None:
     torch.manual_seed(0)
     hand = LooseTwins([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
     hand.step_from(0)
@@ -149,7 +149,7 @@ def _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does(setup: Setup) -
 
 
 @case(1, 3)
-def _moved_parameters_are_noticed(setup: Setup) -> None:
+def _parameters_in_new_memory_equal_ddp(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=as_views)
         twins.train(setup, 3)
@@ -164,7 +164,7 @@ def _moved_parameters_are_noticed(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _changed_dtype_is_noticed(setup: Setup) -> None:
+def _parameters_of_a_changed_dtype_equal_the_plain_optimizer(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         hand = LooseTwins([torch.randn(9, 3), torch.randn(4), torch.randn(12)], as_views=as_views, lr=0.1)
@@ -181,7 +181,7 @@ def _changed_dtype_is_noticed(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _add_param_group_at_any_time(setup: Setup) -> None:
+def _groups_added_between_steps_equal_ddp_and_keep_owners(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     for as_views in BOTH_STORAGES:
         model = build_model()

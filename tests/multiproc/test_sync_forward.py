@@ -328,7 +328,7 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
 
 
 @case(2)
-def _whoever_uses_a_parameter_waits_for_it(setup: Setup) -> None:
+def _every_use_of_a_parameter_in_flight_waits_for_it(setup: Setup) -> None:
     for use in USES:
         try:
             _use_waits(setup, use)
@@ -368,7 +368,7 @@ class Attention(nn.Module):
 
 
 @case(2)
-def _models_that_share_look_at_or_pack_parameters(setup: Setup) -> None:
+def _tied_checkpointed_and_packed_parameters_equal_ddp(setup: Setup) -> None:
     torch.manual_seed(0)
     for model in (Tied(), nn.Sequential(nn.LSTM(8, 4), _First(), nn.Linear(4, 3))):
         twins = late_by(model=model)
@@ -382,7 +382,7 @@ def _models_that_share_look_at_or_pack_parameters(setup: Setup) -> None:
 
 
 @case(2)
-def _attention_evaluates_as_ever(setup: Setup) -> None:
+def _attention_in_evaluation_equals_ddp_and_is_synced_in_the_step(setup: Setup) -> None:
     """Its faster way, which it takes in evaluation only without hooks and with nothing but parameters."""
     torch.manual_seed(0)
     twins = late_by(model=Attention())
@@ -405,7 +405,7 @@ class _First(nn.Module):
 
 
 @case(2)
-def _compiled_models(setup: Setup) -> None:
+def _compiled_models_equal_ddp(setup: Setup) -> None:
     """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, its parts, a layer."""
     for how in ("inside", "outside", "outside, in parts", "layer", "late"):
         torch._dynamo.config.optimize_ddp = "parts" in how  # it takes no small buckets
@@ -430,8 +430,7 @@ def _compiled_models(setup: Setup) -> None:
 
 
 @case(2)
-def _masters_accumulation_and_unused_parameters(setup: Setup) -> None:
-    """bf16 with masters; accumulation; parameters that go unused; a static graph."""
+def _unused_parameters_static_graphs_and_no_sync_equal_ddp(setup: Setup) -> None:
     every: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}, {}]
     for options in every:
         twins = late_by(**options)
@@ -443,6 +442,10 @@ def _masters_accumulation_and_unused_parameters(setup: Setup) -> None:
                     loss_of(model, inputs, targets).backward()
             train_step(model, opt, inputs, targets)
         check(twins)
+
+
+@case(2)
+def _masters_equal_those_of_a_sync_in_the_step_without_reading_all_parameters(setup: Setup) -> None:
     low = build_model().to(torch.bfloat16)
     models = [wrapped(copy.deepcopy(low)) for _ in range(2)]
     opts = [
@@ -463,7 +466,7 @@ def _masters_accumulation_and_unused_parameters(setup: Setup) -> None:
 
 
 @case(2)
-def _join(setup: Setup) -> None:
+def _join_equals_a_sync_in_the_step(setup: Setup) -> None:
     for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 1, standalone"):
         models = [wrapped(build_model()) for _ in range(2)]
         opts = [
@@ -478,7 +481,7 @@ def _join(setup: Setup) -> None:
 
 
 @case(4)
-def _groups_whose_ranks_are_not_those_of_the_job(setup: Setup) -> None:
+def _a_subgroup_of_the_ranks_equals_ddp(setup: Setup) -> None:
     if setup.rank < 2:
         dist.new_group([2, 3])
         return
@@ -621,7 +624,7 @@ def test_a_process_that_ends_right_after_its_last_step_still_sends(tmp_path: Pat
 
 
 @case(2)
-def _refused(setup: Setup) -> None:
+def _sync_forward_without_flat_storage_an_unknown_sync_or_one_that_differs_is_refused(setup: Setup) -> None:
     ddp = wrapped(build_model())
     with pytest.raises(ValueError, match=r"sync='forward' needs parameters_as_bucket_view=True"):
         shard_optimizer(ddp, AdamW, sync="forward", parameters_as_bucket_view=False)
@@ -629,6 +632,11 @@ def _refused(setup: Setup) -> None:
         shard_optimizer(ddp, AdamW, **{"sync": "later"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step options"):
         shard_optimizer(ddp, AdamW, sync="forward" if setup.rank else "step")
+
+
+@case(2)
+def _finish_sync_without_a_ddp_model_does_nothing(setup: Setup) -> None:
+    ddp = wrapped(build_model())
     alone = ZeroRedundancyOptimizer(
         split_groups(ddp.module, 2), AdamW, parameters_as_bucket_view=True, sync="forward", **OPTIONS
     )
@@ -639,8 +647,8 @@ def _refused(setup: Setup) -> None:
 
 
 @case(2)
-def _autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_their_way(setup: Setup) -> None:
-    """Autograd reads saved parameters in C++: backward through a graph from before the step."""
+def _backward_through_a_graph_from_before_the_step_is_refused(setup: Setup) -> None:
+    """Autograd reads saved parameters in C++, without waiting for those in flight."""
     twins = late_by()
     go_on(twins)
     twins.opt.finish_sync()
@@ -672,8 +680,7 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
 
 
 @case(2)
-def _threads_that_use_the_same_parameter_wait_for_it_together(setup: Setup) -> None:
-    """Several threads use the same parameters at once."""
+def _threads_that_use_a_parameter_in_flight_all_wait_for_it(setup: Setup) -> None:
     twins = late_by()
     go_on(twins)
     errors: list[Exception] = []
@@ -707,7 +714,7 @@ def _stop(*_: Any) -> None:
     raise _Stop
 
 
-def _interrupted(setup: Setup) -> bool:
+def _interrupt_a_wait(setup: Setup) -> bool:
     """As by Ctrl-C, after which the user saves the model."""
     signal.signal(signal.SIGALRM, _stop)
     twins = late_by()
@@ -727,8 +734,8 @@ def _interrupted(setup: Setup) -> bool:
     return has_stopped
 
 
-def test_a_wait_that_a_signal_has_interrupted_goes_on_at_the_next_use() -> None:
-    assert run_ranks(_interrupted, 2, group_timeout=10) == [True, False]
+def test_a_wait_interrupted_by_a_signal_is_repeated_at_the_next_use() -> None:
+    assert run_ranks(_interrupt_a_wait, 2, group_timeout=10) == [True, False]
 
 
 class Bypass(nn.Module):
@@ -747,7 +754,7 @@ class Bypass(nn.Module):
 
 
 @case(2)
-def _a_module_waits_for_its_own_parameters_before_it_hands_them_to_who_does_not_ask(setup: Setup) -> None:
+def _a_module_waits_for_its_parameters_before_functions_that_do_not_wait(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = late_by(model=Bypass())
     go_on(twins)
@@ -784,7 +791,7 @@ def _scripted(setup: Setup, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["whole", "a layer"])
-def test_scripted_modules_wait(how: str) -> None:
+def test_scripted_modules_equal_ddp(how: str) -> None:
     run_ranks(_scripted, 2, how)
 
 

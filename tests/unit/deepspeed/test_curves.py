@@ -16,7 +16,7 @@ def rates(name: str, iterations: range, base: float = 0.5, **params: Any) -> lis
     return [curve.lr(iteration, base, 0) for iteration in iterations]
 
 
-def test_warm_up() -> None:
+def test_warmup_lr_rises_linearly_or_by_logarithm_and_stays() -> None:
     linear = rates(
         "WarmupLR", range(-1, 6), warmup_min_lr=1.0, warmup_max_lr=5.0, warmup_num_steps=4, warmup_type="linear"
     )
@@ -29,7 +29,7 @@ def test_warm_up_ends_at_the_rate_of_the_group_and_is_two_steps_long_at_least() 
     assert rates("WarmupLR", range(-1, 3), base=0.25, warmup_num_steps=1, warmup_type="linear") == [0, 0, 0.125, 0.25]
 
 
-def test_warm_up_and_decay() -> None:
+def test_warmup_decay_lr_falls_linearly_to_zero() -> None:
     found = rates(
         "WarmupDecayLR", range(-1, 9), total_num_steps=6, warmup_max_lr=4.0, warmup_num_steps=2, warmup_type="linear"
     )
@@ -37,7 +37,7 @@ def test_warm_up_and_decay() -> None:
     assert rates("WarmupDecayLR", range(2, 3), total_num_steps=10, warmup_num_steps=2) == [0.001]
 
 
-def test_warm_up_and_cosine_multiply_the_rate_of_the_group() -> None:
+def test_warmup_cosine_lr_multiplies_the_rate_of_the_group() -> None:
     found = rates(
         "WarmupCosineLR",
         range(-1, 8),
@@ -52,13 +52,13 @@ def test_warm_up_and_cosine_multiply_the_rate_of_the_group() -> None:
     assert rates("WarmupCosineLR", range(0, 1), 1.0, total_num_steps=9, warmup_min_ratio=0.5) == [0.5]
 
 
-def test_range_test() -> None:
+def test_lr_range_test_rises_linearly_or_in_stairs() -> None:
     options: dict[str, Any] = dict(lr_range_test_min_lr=1.0, lr_range_test_step_size=2, lr_range_test_step_rate=3.0)
     assert rates("LRRangeTest", range(-1, 4), **options) == [1.0, 2.5, 4.0, 5.5, 7.0]
     assert rates("LRRangeTest", range(-1, 4), lr_range_test_staircase=True, **options) == [1.0, 1.0, 4.0, 4.0, 7.0]
 
 
-def test_one_cycle() -> None:
+def test_one_cycle_rises_falls_and_decays() -> None:
     options: dict[str, Any] = dict(
         cycle_min_lr=1.0, cycle_max_lr=5.0, cycle_first_step_size=4, cycle_second_step_size=2
     )
@@ -68,14 +68,14 @@ def test_one_cycle() -> None:
     assert decayed == [1 / 1.5, 1 / 2.0]
 
 
-def test_one_cycle_in_stairs() -> None:
+def test_one_cycle_with_stair_counts_rises_in_stairs() -> None:
     found = rates(
         "OneCycle", range(-1, 8), cycle_min_lr=0.0, cycle_max_lr=4.0, cycle_first_step_size=4, cycle_first_stair_count=2
     )
     assert found == [0, 0, 2, 2, 4, 2, 2, 0, 0]
 
 
-def test_one_cycle_moves_the_first_momentum_the_other_way() -> None:
+def test_one_cycle_lowers_the_first_beta_while_the_rate_rises() -> None:
     options: dict[str, Any] = dict(cycle_min_lr=1.0, cycle_max_lr=5.0, cycle_first_step_size=2)
     curve = OneCycle(cycle_min_mom=0.5, cycle_max_mom=0.75, decay_mom_rate=1.0, decay_step_size=1, **options)
     found = [curve.betas(iteration, 0) for iteration in range(-1, 6)]

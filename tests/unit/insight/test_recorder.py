@@ -287,7 +287,7 @@ def test_an_error_writes_one_record_with_the_event_that_failed(ring: RecentSpans
     assert not list(folder.glob("*.tmp"))
 
 
-def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: RecentSpans, tmp_path: Path) -> None:
+def test_without_a_writable_folder_the_error_is_raised_alone(ring: RecentSpans, tmp_path: Path) -> None:
     assert flight.write("a test") is None
     (tmp_path / "file").write_text("not a folder")
     flight.record_to(tmp_path / "file")
@@ -298,7 +298,7 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Recen
         flight.record_to(None)
 
 
-def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: RecentSpans) -> None:
+def test_overdue_is_told_after_three_quarters_of_the_time_out_without_an_event(ring: RecentSpans) -> None:
     assert flight.overdue(time.perf_counter_ns(), 1.0) is None, "no event yet"
     label = Recorder().label("wait_sync", 1)
     span = label.__enter__()
@@ -329,7 +329,7 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: RecentSpan
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 99, "fields": []})])
-def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> None:
+def test_read_folder_refuses_other_files_with_their_name(content: Any, tmp_path: Path) -> None:
     (tmp_path / "attempt-0-rank-00000.json").write_text(content)
     with pytest.raises(
         ValueError, match=rf"Expected a flight record of version {record_format.VERSION} in .*rank-00000\.json"

@@ -28,7 +28,7 @@ def parts(found: Estimates, mode: str) -> dict[str, float]:
     return {part: nbytes / MIB for part, nbytes in found[mode].device.items()}
 
 
-def test_the_parts_of_each_mode() -> None:
+def test_each_mode_has_its_parts_in_bytes() -> None:
     found = estimate(tower(), AdamW, ranks=4, partition="parameters", device="cpu", bucket_cap_mb=8)
     rest = {"parameters": 32.0, "gradient under way": 4.0}
     assert [one.mode for one in found] == [
@@ -44,7 +44,7 @@ def test_the_parts_of_each_mode() -> None:
     assert parts(found, "stage 2, after backward") == {**rest, "state": 16.0, "buckets": BUFFERS, "gradients": 8.0}
 
 
-def test_without_views_and_flat_storage() -> None:
+def test_without_views_and_flat_storage_buckets_and_syncs_are_counted() -> None:
     found = estimate(
         tower(), AdamW, ranks=4, device="cpu", gradient_as_bucket_view=False, parameters_as_bucket_view=False
     )
@@ -53,7 +53,7 @@ def test_without_views_and_flat_storage() -> None:
     assert parts(found, "stage 1")["sync"] == 32.0, "two buckets"
 
 
-def test_an_accelerator_gathers_whole_parameters_through_copies() -> None:
+def test_an_accelerator_counts_copies_for_gathers_of_whole_parameters() -> None:
     """Of 8 layers on two ranks 4 each, which do not lie end to end; cut ones do."""
     found = estimate(tower(), AdamW, ranks=2, bucket_cap_mb=8)
     rest = {"parameters": 32.0, "gradient under way": 4.0, "state": 32.0}
@@ -61,7 +61,7 @@ def test_an_accelerator_gathers_whole_parameters_through_copies() -> None:
     assert parts(found, "stage 2, inside backward, cut") == {**rest, "buckets": 16.0}
 
 
-def test_what_offload_moves() -> None:
+def test_offload_counts_state_and_masters_on_the_host() -> None:
     to_host = estimate(tower(), AdamW, ranks=4, stage=2, offload="cpu", partition="parameters")
     one = to_host["stage 2, inside backward, offload cpu"]
     assert "state" not in one.device
@@ -73,7 +73,7 @@ def test_what_offload_moves() -> None:
     assert not on_the_cpu["stage 2, inside backward, offload cpu"].host, "it is there already"
 
 
-def test_state_by_class() -> None:
+def test_state_bytes_are_those_of_the_optimizer_class() -> None:
     momentum: dict[str, Any] = {"momentum": 0.9}
     for kind, options, nbytes in (
         (SGD, {}, 0),
@@ -85,14 +85,14 @@ def test_state_by_class() -> None:
         assert found[0].device.get("state", 0) == nbytes, kind
 
 
-def test_classes_that_look_at_whole_parameters_are_not_cut() -> None:
+def test_modes_that_cut_are_left_out_for_classes_that_need_whole_parameters() -> None:
     assert not any("cut" in one.mode for one in estimate(tower(2), Adafactor, ranks=2, device="cpu"))
     names = [one.mode for one in estimate(tower(2), AdamW, ranks=2, device="cpu")]
     assert [name for name in names if "cut" in name] == [f"{name}, cut" for name in names if f"{name}, cut" in names]
     assert len(names) == 9
 
 
-def test_a_cut_parameter_leaves_one_nth() -> None:
+def test_the_state_of_a_cut_parameter_is_one_nth() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 1024, bias=False), nn.Linear(1024, 8, bias=False))
     found = estimate(model, AdamW, ranks=8, stage=1, device="cpu")
@@ -100,7 +100,7 @@ def test_a_cut_parameter_leaves_one_nth() -> None:
     assert found["stage 1, cut"].device["state"] == pytest.approx(2 * 16 * MIB / 8, rel=0.01)
 
 
-def test_frozen_parameters_and_buffers() -> None:
+def test_frozen_parameters_have_no_state_and_buffers_of_the_model_count() -> None:
     model = tower(4)
     for param in list(model.parameters())[:2]:
         param.requires_grad_(False)
@@ -111,7 +111,7 @@ def test_frozen_parameters_and_buffers() -> None:
     }
 
 
-def test_the_fewest_ranks_that_fit() -> None:
+def test_fewest_ranks_is_computed_from_what_is_shared() -> None:
     found = estimate(tower(64), AdamW, ranks=2, partition="elements", device="cpu", bucket_cap_mb=4)
     fewest = found.fewest_ranks(401 * MIB)
     assert fewest["DDP"] is None
@@ -121,7 +121,7 @@ def test_the_fewest_ranks_that_fit() -> None:
     assert fewest["stage 2, after backward, cut"] == math.ceil(768 / (401 - needed))
 
 
-def test_any_number_of_ranks_and_no_parameters() -> None:
+def test_64_ranks_share_two_parameters_and_no_parameters_need_nothing() -> None:
     assert estimate(tower(2), AdamW, ranks=64, device="cpu")["stage 1"].device["state"] == 8 * MIB
     empty = estimate(nn.Identity(), AdamW, ranks=2)
     assert [one.total for one in empty] == [0] * len(empty)
@@ -140,13 +140,13 @@ def test_any_number_of_ranks_and_no_parameters() -> None:
         ({"momentum": 1.0}, TypeError, "momentum"),
     ],
 )
-def test_refusals(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict[str, Any], kind: type[Exception], message: str) -> None:
     given: dict[str, Any] = {"model": tower(1), "optimizer_class": AdamW, "ranks": 2}
     with pytest.raises(kind, match=message):
         estimate(**given | change)
 
 
-def test_a_mode_by_its_name() -> None:
+def test_an_unknown_name_of_a_mode_is_refused() -> None:
     found = estimate(tower(1), AdamW, ranks=2, stage=1)
     with pytest.raises(KeyError, match=r"Expected one of the modes.*got 'stage 3'"):
         found["stage 3"]
@@ -199,7 +199,7 @@ def test_the_command_prints_the_table_and_the_fewest_ranks(
         (["torch.nn:Identity", "--memory", "80"], "an amount of memory such as 80GiB"),
     ],
 )
-def test_the_command_says_what_is_wrong(
+def test_the_command_fails_with_the_message_for_wrong_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -208,7 +208,7 @@ def test_the_command_says_what_is_wrong(
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_two_classes_have_the_state_of_each_and_the_plan_by_cost() -> None:
+def test_two_classes_have_the_state_of_each() -> None:
     def by_class(name: str, param: Any) -> dict[str, Any] | None:
         return {"optimizer_class": torch.optim.Muon, "lr": 0.02} if param.ndim == 2 and name.startswith("1") else None
 

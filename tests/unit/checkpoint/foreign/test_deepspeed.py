@@ -39,7 +39,7 @@ def build(seed: int = 1) -> tuple[nn.Module, AdamW]:
     return model, AdamW(groups_of(model), lr=9.0)
 
 
-def test_the_last_three_minor_versions_are_here() -> None:
+def test_files_of_the_last_three_minor_versions_are_committed() -> None:
     assert [version.rpartition(".")[0] for version in VERSIONS] == ["0.17", "0.18", "0.19"]
 
 
@@ -72,7 +72,7 @@ def test_values_and_states_are_those_that_deepspeed_has(written: Path, version: 
 
 
 @every
-def test_what_else_is_saved_comes_as_extra(written: Path, version: str, variant: str) -> None:
+def test_client_state_scheduler_and_configuration_load_as_extra(written: Path, version: str, variant: str) -> None:
     loaded = checkpoint.load(written / version / variant, build()[0], strict=False)
     extra = loaded.extra
     assert (extra["client_state"]["epoch"], extra["client_state"]["note"]) == (7, ["any", 1.5])
@@ -83,7 +83,7 @@ def test_what_else_is_saved_comes_as_extra(written: Path, version: str, variant:
     assert scaler is None if "fp32sum" in variant else scaler["dynamic"] == ("fp16" in variant)
 
 
-def test_a_tag_is_found_by_latest_and_names_of_other_places_are_not_followed(root: Path) -> None:
+def test_find_follows_latest_but_not_out_of_the_folder(root: Path) -> None:
     assert deepspeed.find(root) == root / "last"
     assert deepspeed.find(root / "nowhere") is None
     assert deepspeed.find(root / "last_universal") == root / "last_universal"
@@ -97,7 +97,7 @@ def test_a_tag_is_found_by_latest_and_names_of_other_places_are_not_followed(roo
         checkpoint.load(root, build()[0])
 
 
-def test_a_giant_latest_is_not_read_whole(tmp_path: Path) -> None:
+def test_find_ignores_a_latest_of_terabytes(tmp_path: Path) -> None:
     with (tmp_path / "latest").open("wb") as file:
         file.truncate(1 << 42)
     assert deepspeed.find(tmp_path) is None
@@ -114,7 +114,7 @@ def test_a_giant_latest_is_not_read_whole(tmp_path: Path) -> None:
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "a file of the optimizer for each of 2 ranks"),
     ],
 )
-def test_other_parallelism_and_files_too_many_are_refused(root: Path, name: str, said: str) -> None:
+def test_files_of_other_parallelism_or_of_more_ranks_are_refused(root: Path, name: str, said: str) -> None:
     (root / "last" / name).write_bytes(b"")
     with pytest.raises(ValueError, match=said):
         checkpoint.load(root, build()[0])
@@ -157,7 +157,7 @@ def test_damage_is_refused_before_anything_changes(root: Path) -> None:
     assert refused > len(whole) / 97 / 2
 
 
-def test_a_class_of_its_own_in_the_client_state_is_refused(root: Path) -> None:
+def test_a_client_state_with_an_object_of_another_class_is_refused(root: Path) -> None:
     path = root / "last" / "mp_rank_00_model_states.pt"
     state = torch.load(path, weights_only=True)
     torch.save({**state, "mine": Path("x")}, path)
@@ -165,7 +165,7 @@ def test_a_class_of_its_own_in_the_client_state_is_refused(root: Path) -> None:
         checkpoint.load(root, build()[0])
 
 
-def test_an_optimizer_of_another_kind_is_refused_and_frozen_ones_may_be_missing(root: Path) -> None:
+def test_another_class_and_parameters_frozen_in_the_checkpoint_are_refused(root: Path) -> None:
     model, _ = build()
     with pytest.raises(ValueError, match=r"the optimizer is torch.optim.sgd.SGD, saved is torch.optim.Adam"):
         checkpoint.load(root, model, SGD(groups_of(model), lr=1.0))
@@ -196,7 +196,7 @@ def test_weights_in_fp32_are_those_of_the_masters(written: Path, tmp_path: Path)
     assert len(states) == 5
 
 
-def test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back(tmp_path: Path) -> None:
+def test_an_export_to_deepspeeds_format_loads_back_equal(tmp_path: Path) -> None:
     model, opt = build(seed=3)
     for _ in range(2):
         model(torch.arange(8)).backward()
@@ -232,7 +232,7 @@ def test_names_of_parameters_come_after_the_options_of_their_group(tmp_path: Pat
     assert [list(group).index("params") for group in found] == [len(group) - 1 for group in found]
 
 
-def test_what_an_engine_has_saved_goes_with_its_tag_its_schedule_and_its_counters(tmp_path: Path) -> None:
+def test_export_of_an_engine_checkpoint_keeps_tag_scheduler_and_counters(tmp_path: Path) -> None:
     model, opt = build(seed=3)
     model(torch.arange(8)).backward()
     opt.step()
@@ -249,7 +249,7 @@ def test_what_an_engine_has_saved_goes_with_its_tag_its_schedule_and_its_counter
 
 
 @every
-def test_what_is_converted_here_is_as_deepspeeds_own_converter_writes_it(
+def test_export_equals_the_output_of_deepspeeds_own_converter(
     written: Path, tmp_path: Path, version: str, variant: str
 ) -> None:
     folder = written / version / variant
@@ -272,7 +272,9 @@ def test_what_is_converted_here_is_as_deepspeeds_own_converter_writes_it(
             torch.testing.assert_close(flat, torch.as_tensor(value).reshape(-1), rtol=0, atol=0, check_dtype=False)
 
 
-def test_the_command_line(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_export_and_info_read_deepspeed_folders(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     from ddp_zero.__main__ import main
 
     folder = str(written / VERSIONS[-1] / "stage1-bf16")
