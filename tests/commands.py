@@ -70,7 +70,7 @@ ELSEWHERE = {
         "tests/multiproc/test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
     ),
     "python -m ddp_zero checkpoint export --format deepspeed-universal": (
-        "tests/unit/checkpoint/foreign/test_deepspeed.py::test_the_command_line"
+        "tests/unit/checkpoint/foreign/test_deepspeed.py::test_export_and_info_read_deepspeed_folders"
     ),
     "python -m ddp_zero checkpoint export": (
         "tests/unit/checkpoint/test_export.py::test_the_command_prints_the_files_and_their_sizes"

@@ -41,7 +41,7 @@ ADAMW = optimizer_case("AdamW foreach")
 
 
 @case(1, 3)
-def _local_optimizer_mirrors_the_exposed_groups(setup: Setup) -> None:
+def _the_inner_optimizer_has_the_groups_and_options_of_the_outer_one(setup: Setup) -> None:
     model = build_model()
     params = list(model.parameters())
     groups: Groups = [{"params": params[:2]}, {"params": params[2:3], "lr": 0.5}, {"params": params[3:]}]
@@ -85,7 +85,7 @@ def _keys_that_the_step_adds_show_up_outside(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _hooks_fire_as_torchs(setup: Setup) -> None:
+def _hooks_of_step_and_state_dict_run_as_torchs(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     twins = build_twins(ADAMW)
     events: dict[str, list[str]] = {"plain": [], "zero": []}
@@ -185,7 +185,7 @@ class Unknown(AdamW):
 
 
 @case(1, 3)
-def _copies(setup: Setup) -> None:
+def _a_deepcopy_trains_as_the_original(setup: Setup) -> None:
     for as_views in (False, True):
         twins = build_twins(ADAMW, groups=2, parameters_as_bucket_view=as_views)
         twins.train(setup, 2)
@@ -210,7 +210,7 @@ def _copies(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _text_labels_and_log(setup: Setup) -> None:
+def _explain_repr_labels_and_log_name_rank_bytes_and_phases(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     twins = build_twins(ADAMW)
     twins.train(setup, 1)

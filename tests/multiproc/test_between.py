@@ -104,7 +104,7 @@ CHANGES: dict[Late, str] = {
     few=[(name, change) for place, name in enumerate(MODES) for change in list(CHANGES)[place % 2 :: 2]],
     every=[*product(MODES, CHANGES)],
 )
-def _what_every_iteration_changes_acts_as_in_a_plain_loop(
+def _a_change_in_every_iteration_equals_the_plain_loop(
     setup: Setup, configurations: list[tuple[str, Callable[..., None]]]
 ) -> None:
     for name, change in configurations:
@@ -119,7 +119,9 @@ def _what_every_iteration_changes_acts_as_in_a_plain_loop(
     few=[(name, change) for place, name in enumerate(MODES) for change in list(CHANGES)[1 - place % 2 :: 2]],
     every=[*product(MODES, CHANGES)],
 )
-def _what_a_later_iteration_changes_raises(setup: Setup, configurations: list[tuple[str, Callable[..., None]]]) -> None:
+def _a_change_in_a_later_iteration_alone_is_refused(
+    setup: Setup, configurations: list[tuple[str, Callable[..., None]]]
+) -> None:
     for name, change in configurations:
         twins = twins_of(**MODES[name])
         twins.train(setup, 4)
@@ -197,7 +199,7 @@ def _after_a_change_of_memory_format_a_new_wrapper_trains(setup: Setup) -> None:
 
 
 @case(2, few=[(name, 3 * (place % 2)) for place, name in enumerate(MODES)], every=[*product(MODES, (0, 3))])
-def _a_step_pre_hook_that_sets_options(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+def _a_step_pre_hook_that_sets_the_rate_acts_or_is_refused(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, first in configurations:
         twins = twins_of(**MODES[name])
         steps = {True: 0, False: 0}
@@ -300,7 +302,7 @@ def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
 
 
 @case(2, few=[(name, place % 2 == 1) for place, name in enumerate(MODES)], every=[*product(MODES, (False, True))])
-def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) -> None:
+def _loops_without_opt_step_equal_ddp(setup: Setup, configurations: list[tuple[str, bool]]) -> None:
     """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
     for name, is_dropped_by_model in configurations:
         twins = twins_of(**MODES[name])
@@ -318,7 +320,7 @@ def _loops_without_step(setup: Setup, configurations: list[tuple[str, bool]]) ->
 
 
 @case(2)
-def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
+def _a_change_after_a_due_step_is_refused_or_taken_with_zero_grad(setup: Setup) -> None:
     for change in (_decay_by_hand, _decay_through_data, _replace_data):
         twins = twins_of(stage=1)
         run_backward(setup, twins.model, 0)
@@ -348,7 +350,7 @@ ALL_MODES: dict[str, dict[str, Any]] = {
 
 
 @case(2, few=[(name, 3 * (place % 2)) for place, name in enumerate(ALL_MODES)], every=[*product(ALL_MODES, (0, 3))])
-def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+def _opt_step_after_passes_in_no_sync_alone_is_refused(setup: Setup, configurations: list[tuple[str, int]]) -> None:
     for name, trained in configurations:
         mode = ALL_MODES[name]
         twins = twins_of(**mode)
@@ -375,7 +377,7 @@ def _only_local_passes(setup: Setup, configurations: list[tuple[str, int]]) -> N
 
 
 @case(2, few=every_other(ALL_MODES), every=ALL_MODES)
-def _left_over_passes_that_a_later_one_averages(setup: Setup, configurations: Modes) -> None:
+def _passes_in_no_sync_averaged_by_a_later_pass_equal_ddp(setup: Setup, configurations: Modes) -> None:
     for name, mode in configurations.items():
         twins = twins_of(**mode)
         for step in range(4):
@@ -386,7 +388,7 @@ def _left_over_passes_that_a_later_one_averages(setup: Setup, configurations: Mo
 
 
 @case(2)
-def _a_pass_on_top_of_averages(setup: Setup) -> None:
+def _a_pass_in_no_sync_on_top_of_averages_is_refused(setup: Setup) -> None:
     """DDP's own average, and then a pass that only this rank knows of."""
     for stage in (1, 2):
         for trained in (0, 3):
@@ -487,7 +489,7 @@ def _a_second_pass_over_a_forward_pass_is_refused(setup: Setup, configurations: 
 
 
 @case(2)
-def _passes_that_ddp_averages_in_the_end_are_taken(setup: Setup) -> None:
+def _second_passes_that_ddp_averages_in_the_end_equal_ddp(setup: Setup) -> None:
     """Two forward and backward passes; a second backward pass that a third one averages, or the loop."""
     for first, second in ((run_backward, run_backward), (_twice, run_backward), (_twice, _average)):
         twins = twins_of(stage=1, overlap=False)
@@ -540,7 +542,7 @@ class _TwoDtypes(nn.Module):
 
 
 @case(2, 3)
-def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
+def _a_static_graph_with_two_dtypes_equals_ddp(setup: Setup) -> None:
     for mode in MODES.values():
         torch.manual_seed(0)
         twins = sharded_twins(_TwoDtypes(), ddp={"static_graph": True, "bucket_cap_mb": None}, **mode)
@@ -573,7 +575,7 @@ def _a_missing_hook_fails_at_the_first_forward_pass(setup: Setup) -> None:
 
 
 @case(2)
-def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
+def _a_model_and_its_copy_train_after_the_optimizer_is_gone(setup: Setup) -> None:
     ddp = DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW)
     copied = copy.deepcopy(ddp.module)

@@ -138,7 +138,7 @@ class Odd(nn.Module):
 
 
 @case(1, 2, 3)
-def _odd_models_are_saved_whole(setup: Setup) -> None:
+def _buffers_ties_frozen_and_foreign_parameters_load_as_they_were_saved(setup: Setup) -> None:
     def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)
         model = Odd()
@@ -231,7 +231,7 @@ def _state_of_modules_and_of_no_parameter_comes_back(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _what_the_user_adds_comes_back(setup: Setup) -> None:
+def _extra_and_rank_extra_load_as_they_were_saved(setup: Setup) -> None:
     model, opt = sharded()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])  # its state has a Counter
     train(setup, model, opt)
@@ -491,7 +491,7 @@ def _renamed_parameters_are_found(setup: Setup) -> None:
 
 
 @case(2)
-def _another_class_is_refused_and_the_model_loaded(setup: Setup) -> None:
+def _state_of_another_optimizer_class_is_refused_or_left_out_if_not_strict(setup: Setup) -> None:
     model, opt = trained(setup)
     checkpoint.save(setup.folder, model, opt)
     other, resumed = sharded(2, build_model(1), SGD, momentum=0.9)

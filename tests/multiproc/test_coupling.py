@@ -280,7 +280,7 @@ def _empty_parts(setup: Setup) -> None:
         opt.step()  # one parameter has a gradient: one rank says what d is
 
 
-def test_what_is_stepped_by_one_rank_alone_is_not_coupled() -> None:
+def test_an_option_that_one_rank_alone_steps_is_not_coupled() -> None:
     run_ranks(_empty_parts, 3)
 
 

@@ -54,7 +54,7 @@ def every_mode(**ddp_options: Any) -> dict[str, Callable[[], Twins]]:
 
 
 @case(2)
-def _same_numbers_in_every_mode(setup: Setup) -> None:
+def _every_mode_equals_ddp_with_its_options(setup: Setup) -> None:
     for options, graph in product(DDP_OPTIONS, GRAPHS):
         for name, build in every_mode(**options, **graph).items():
             twins = build()
@@ -66,7 +66,7 @@ def _same_numbers_in_every_mode(setup: Setup) -> None:
 
 
 @case(3)
-def _same_numbers_at_three_ranks(setup: Setup) -> None:
+def _stage_2_at_three_ranks_equals_ddp_with_its_options(setup: Setup) -> None:
     """In stage 1 with a hook last bits differ: see docs/numerics.md."""
     for options in DDP_OPTIONS:
         for name, build in every_mode(**options).items():
@@ -81,7 +81,7 @@ def _same_numbers_at_three_ranks(setup: Setup) -> None:
 
 
 @case(2)
-def _uneven_inputs(setup: Setup) -> None:
+def _join_with_ddp_options_equals_ddp(setup: Setup) -> None:
     for options in DDP_OPTIONS:
         for stage in (1, 2):
             with at_stage(stage):
@@ -92,7 +92,7 @@ def _uneven_inputs(setup: Setup) -> None:
 
 
 @case(*([2] if HAS_MANUAL else []))
-def _backward_finalized_by_hand(setup: Setup) -> None:
+def _require_manual_backward_finalization_equals_ddp(setup: Setup) -> None:
     plain_model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
     model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
     before = [param.detach().clone() for param in model.parameters()]

@@ -74,7 +74,7 @@ def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
 
 
 @case(2, 4, few=ELEMENTWISE[::2], every=ELEMENTWISE)
-def _every_elementwise_optimizer_standalone(setup: Setup, configurations: list[OptimizerCase]) -> None:
+def _every_elementwise_optimizer_standalone_equals_ddp(setup: Setup, configurations: list[OptimizerCase]) -> None:
     for place, one in enumerate(configurations):
         views = bool(place % 2)
         twins = build_twins(one, 1 + place % 2, large_model(), parameters_as_bucket_view=views, **CUT)
@@ -91,7 +91,7 @@ def _every_elementwise_optimizer_standalone(setup: Setup, configurations: list[O
     few=[place for place in range(len(ELEMENTWISE)) if place % 8 in (0, 1, 3, 6)],  # both stages, either way of each
     every=[*range(len(ELEMENTWISE))],
 )
-def _every_elementwise_optimizer_inside_backward(setup: Setup, configurations: list[int]) -> None:
+def _every_elementwise_optimizer_inside_backward_equals_ddp(setup: Setup, configurations: list[int]) -> None:
     for place in configurations:
         one = ELEMENTWISE[place]
         with at_stage(1 + place % 2):
@@ -111,7 +111,7 @@ def _every_elementwise_optimizer_inside_backward(setup: Setup, configurations: l
 
 
 @case(2, 4)
-def _both_stages_with_late_sync_and_gradients_that_wait(setup: Setup) -> None:
+def _late_syncs_and_waiting_steps_equal_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         for sync, overlap in (("forward", True), ("forward", False), ("step", False)):
             with at_stage(stage):
@@ -129,7 +129,7 @@ def _both_stages_with_late_sync_and_gradients_that_wait(setup: Setup) -> None:
 
 
 @case(2)
-def _masters_of_parts(setup: Setup) -> None:
+def _masters_of_parts_equal_an_fp32_reference(setup: Setup) -> None:
     for stage in (1, 2):
         model = large_model(dtype=torch.bfloat16)
         reference = copy.deepcopy(model).float()
@@ -163,7 +163,7 @@ def _masters_of_parts(setup: Setup) -> None:
 
 
 @case(2)
-def _clipping_scaling_and_skipping(setup: Setup) -> None:
+def _clipped_scaled_and_skipped_steps_equal_ddp(setup: Setup) -> None:
     """Exact in stage 1, where one rank has a whole gradient; rounded part by part in stage 2."""
     for stage in (1, 2):
         for overlap in (True, False):
@@ -205,7 +205,7 @@ def _clipping_scaling_and_skipping(setup: Setup) -> None:
 
 
 @case(2)
-def _gradients_between_backward_and_step(setup: Setup) -> None:
+def _full_grad_and_clip_grad_norm_of_cut_parameters_equal_ddp(setup: Setup) -> None:
     with at_stage(2):
         twins = build_overlapped_twins(
             MOMENTUM, model=large_model(), bucket_cap_mb=CAP, overlap=False, zero_options=CUT
@@ -249,7 +249,7 @@ def _gradients_between_backward_and_step(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
+def _added_groups_freezing_and_new_wrappers_equal_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(ADAMW, 2, large_model(), bucket_cap_mb=CAP, zero_options=CUT)
@@ -269,7 +269,7 @@ def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _uneven_inputs(setup: Setup) -> None:
+def _join_with_uneven_inputs_equals_ddp(setup: Setup) -> None:
     for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(MOMENTUM, model=large_model(), bucket_cap_mb=CAP, zero_options=CUT)
@@ -452,7 +452,7 @@ class Branched(nn.Module):
 
 
 @case(2, 3)
-def _a_branch_that_is_frozen_between_two_passes(setup: Setup) -> None:
+def _a_branch_frozen_between_two_passes_equals_ddp(setup: Setup) -> None:
     """Its bucket then fits no longer, while owners hold what the first pass has added up."""
     models = [Branched(), Branched()]
     before = copy.deepcopy(models[0])
@@ -484,7 +484,7 @@ def _a_branch_that_is_frozen_between_two_passes(setup: Setup) -> None:
 
 
 @case(2)
-def _a_memory_order_that_changes(setup: Setup) -> None:
+def _a_changed_memory_format_is_taken_before_the_first_step_and_refused_later(setup: Setup) -> None:
     """Before the first step parts follow it; later they cannot, and nothing is stepped, given or saved."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 19, 3), nn.Tanh(), nn.Conv2d(19, 11, 3), nn.Flatten(), nn.Linear(176, 3))
@@ -530,7 +530,7 @@ def _assert_order_is_refused(setup: Setup, ddp: DistributedDataParallel, opt: Ze
 
 
 @case(2)
-def _a_group_that_is_refused(setup: Setup) -> None:
+def _a_refused_group_leaves_the_optimizer_as_it_was(setup: Setup) -> None:
     """With masters too, the optimizer is then as it was."""
     for options in ({}, CUT):
         model = large_model(dtype=torch.bfloat16)
@@ -558,7 +558,7 @@ def _a_group_that_is_refused(setup: Setup) -> None:
 
 
 @case(2)
-def _refusals(setup: Setup) -> None:
+def _optimizers_options_and_parameters_that_cannot_be_cut_are_refused(setup: Setup) -> None:
     model = large_model()
 
     def build(build: Callable[..., Optimizer] = SGD, **options: Any) -> ZeroRedundancyOptimizer:

@@ -179,7 +179,7 @@ def _every_door_takes_an_instance(setup: Setup, configurations: list[tuple[int, 
 
 
 @case(2)
-def _masters_offload_and_wrap(setup: Setup) -> None:
+def _an_instance_taken_with_masters_equals_a_load_of_its_state_dict(setup: Setup) -> None:
     """As a load of the instance's state dict: in fp32 for masters."""
     for options in ({"master_weights": True}, {"master_weights": True, "partition": "elements", "stage": 2}):
         models = [_ddp(build_model().bfloat16()) for _ in range(2)]
@@ -257,7 +257,7 @@ def _the_instance_is_a_face_of_the_sharded_optimizer(setup: Setup) -> None:
 
 
 @case(2)
-def _nothing_but_the_user_keeps_the_optimizer(setup: Setup) -> None:
+def _an_optimizer_built_of_an_instance_lives_as_long_as_the_instance(setup: Setup) -> None:
     model = build_model()
     given = AdamW(model.parameters())
     opt = ZeroRedundancyOptimizer(given)
@@ -298,7 +298,7 @@ class HasItsOwnHook(SGD):
 
 
 @case(2)
-def _what_does_not_fit_is_refused_and_changes_nothing(setup: Setup) -> None:
+def _instances_that_do_not_fit_are_refused_and_stay_unchanged(setup: Setup) -> None:
     def refuse(error: type[Exception], match: str, given: Optimizer, *args: Any, **options: Any) -> None:
         before = copy.deepcopy(given.state_dict())
         with pytest.raises(error, match=match):

@@ -328,7 +328,7 @@ def _parts_of_unequal_sizes_load_on_any_mesh(setup: Setup, configurations: list[
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _masters_loss_scales_and_parts_by_elements_come_back_from_another_cut(setup: Setup) -> None:
+def _masters_loss_scales_and_cut_state_load_on_another_mesh(setup: Setup) -> None:
     modes: list[dict[str, Any]] = [
         {"stage": 2, "partition": "elements"},
         {"stage": 2, "master_weights": True, "dtype": torch.bfloat16},
@@ -436,7 +436,7 @@ def _groups_without_parameters_on_a_stage_have_the_options_of_the_others(setup: 
 
 
 @case(4)
-def _what_is_damaged_or_missing_is_named_and_changes_nothing(setup: Setup) -> None:
+def _damaged_and_missing_files_are_refused_with_their_names_before_anything_changes(setup: Setup) -> None:
     saved = Cut(grid(2, 2))
     saved.train(0)
     for case_name in ("damaged", "missing", "smaller"):
@@ -466,7 +466,7 @@ def _what_is_damaged_or_missing_is_named_and_changes_nothing(setup: Setup) -> No
 
 
 @case(4)
-def _one_door_opens_and_the_others_name_it(setup: Setup) -> None:
+def _shard_optimizer_takes_meshes_and_other_constructors_name_it(setup: Setup) -> None:
     spread, same = expert_groups(setup.rank, 4, 2)
     mesh = grid(2, 2)
     ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, TOTAL, spread), gradient_as_bucket_view=True)
@@ -500,7 +500,7 @@ def distribute(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 @case(4)
-def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
+def _copies_and_pickles_of_a_parallel_optimizer_are_refused(setup: Setup) -> None:
     made = Spread(setup, 2)
     opt = made.opt
     for copied in (copy.copy, copy.deepcopy):

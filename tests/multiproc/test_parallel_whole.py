@@ -133,7 +133,9 @@ CLIPPED: dict[str, Any] = {"max_grad_norm": 0.05}
     few=[({"stage": 2}, True), ({"stage": 2, **CLIPPED}, False)],
     every=[*product([{"stage": 2}, {"stage": 2, **CLIPPED}, CLIPPED], (False, True))],
 )
-def _stage_2_and_a_clipped_norm(setup: Setup, configurations: list[tuple[dict[str, Any], bool]]) -> None:
+def _stage_2_equals_stage_1_with_matrices_stepped_whole(
+    setup: Setup, configurations: list[tuple[dict[str, Any], bool]]
+) -> None:
     """The same parameters as stage 1 without a hook, which is compared with one device above."""
     mesh = mesh_of(setup)
     for mode, uneven in configurations:
@@ -174,7 +176,7 @@ def _a_step_that_is_skipped_moves_no_parts(setup: Setup) -> None:
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _masters_of_parts_meet(setup: Setup) -> None:
+def _masters_of_parts_equal_those_of_one_device(setup: Setup) -> None:
     mesh = mesh_of(setup)
     tensor, group = mesh.get_group("tensor"), mesh.get_group("data")
     for uneven in (False, True):
@@ -216,7 +218,9 @@ HIDDEN = [((2, 2), 16), ((2, 2), 7), ((2, 2), 3), ((1, 4), 5), ((1, 4), 3)]
 
 
 @case(4, few=[(False, HIDDEN[0]), (True, HIDDEN[1]), (False, HIDDEN[4])], every=[*product((True, False), HIDDEN)])
-def _distributed_tensors_meet(setup: Setup, configurations: list[tuple[bool, tuple[tuple[int, int], int]]]) -> None:
+def _distributed_tensors_stepped_whole_equal_one_device(
+    setup: Setup, configurations: list[tuple[bool, tuple[tuple[int, int], int]]]
+) -> None:
     for muon, (shape, hidden) in configurations:
         mesh, start = grid(*shape), unparallelized(hidden)
         model, whole = parallelized(mesh["tensor"], hidden), copy.deepcopy(start)
@@ -300,7 +304,7 @@ def _state_of_wholes_that_the_loop_drops_or_sets_is_that_of_the_next_step(setup:
 
 
 @case(4)
-def _parts_of_one_column_meet(setup: Setup) -> None:
+def _strided_parts_of_one_column_equal_one_device(setup: Setup) -> None:
     """A column of a larger matrix keeps its stride when it is made 1-D; messages are contiguous."""
     mesh = mesh_of(setup)
     start = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
@@ -319,7 +323,7 @@ def _parts_of_one_column_meet(setup: Setup) -> None:
 
 
 @case(4)
-def _sizes_of_parameters_beside_matrices_differ(setup: Setup) -> None:
+def _parameters_of_different_sizes_on_the_ranks_of_a_matrix_equal_one_device(setup: Setup) -> None:
     """Plans follow from sizes and numbers of parameters, also of those that only one rank along the dimension has."""
     mesh = mesh_of(setup)
     place, generator = mesh.get_local_rank("tensor"), torch.Generator().manual_seed(0)
@@ -434,7 +438,7 @@ def states_by_name(one: One, model: nn.Module) -> dict[str, Any]:
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _checkpoints_move_to_other_meshes_and_to_one_device_and_back(setup: Setup) -> None:
+def _checkpoints_load_on_other_meshes_and_on_one_device_and_back(setup: Setup) -> None:
     for kind, muon in KINDS:
         root = Path(setup.folder) / f"{kind.__name__}"
         saved = Cut(grid(2, 2), kind, muon)
@@ -560,7 +564,7 @@ def _masters_of_parts_and_states_of_wholes_move_together(setup: Setup) -> None:
 
 
 @case(4, few=[(True, False)], every=[(True, True), (False, False)])
-def _snapshots_restore_on_the_same_mesh_and_on_another(setup: Setup, configurations: list[tuple[bool, bool]]) -> None:
+def _snapshots_restore_on_the_same_or_another_mesh(setup: Setup, configurations: list[tuple[bool, bool]]) -> None:
     for before, after in configurations:
         folder = Path(setup.folder) / f"snapshots of {before} and {after}"
         saved = Cut(grid(2, 2), AdamW, True, before)
@@ -620,7 +624,7 @@ def _torchs_own_checkpoints_hold_states_of_wholes(setup: Setup, configurations: 
 
 
 @case(4, few=[(KINDS[0], True), (KINDS[2], False)], every=[*product(KINDS, (False, True))])
-def _state_dicts_find_the_hosts_of_another_mesh(
+def _state_dicts_load_on_a_mesh_that_steps_matrices_on_other_ranks(
     setup: Setup, configurations: list[tuple[tuple[Any, bool], bool]]
 ) -> None:
     """The hosts depend on the number of data-parallel ranks: states that are elsewhere are sent."""

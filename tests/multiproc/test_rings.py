@@ -117,7 +117,7 @@ def _gradients_of_16_bits_go_directly_and_are_summed_in_fp32(setup: Setup) -> No
 
 
 @case(3)
-def _uneven_inputs(setup: Setup) -> None:
+def _sums_in_rings_under_join_keep_ranks_equal(setup: Setup) -> None:
     """A rank that has joined takes part in every ring."""
     _, (ddp, opt) = twins(MODES["stage 2, interleaved"])
     before = copy.deepcopy(ddp.module)
@@ -198,7 +198,7 @@ if rank == 0:
 
 
 @pytest.mark.nightly
-def test_a_process_that_ends_right_after_its_last_step_still_passes_on_what_others_need(tmp_path: Path) -> None:
+def test_a_process_that_ends_after_its_last_step_has_sent_what_the_others_need(tmp_path: Path) -> None:
     url = (tmp_path / "rendezvous").as_uri()
     ranks = [
         subprocess.Popen(
@@ -227,7 +227,7 @@ def test_the_threads_of_a_worker_end_with_it() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("a broken link")])
-def test_an_error_in_a_thread_reaches_whoever_waits_and_those_that_follow(error: Exception) -> None:
+def test_an_error_in_the_ring_thread_is_raised_at_this_wait_and_all_later_ones(error: Exception) -> None:
     class Broken(RingTransfer):
         def run(self) -> None:
             raise error

@@ -95,7 +95,7 @@ def train_without_ddp(twins: Twins, steps: int) -> None:
 
 
 @case(1, 2, 3)
-def _resumes_in_every_other_optimizer(setup: Setup) -> None:
+def _a_state_dict_resumes_in_the_plain_optimizer_in_torchs_and_in_ours(setup: Setup) -> None:
     for name in ("AdamW foreach", "SGD momentum", "Adagrad", "Adafactor"):
         case = optimizer_case(name)
         twins = build_twins(case, groups=2, parameters_as_bucket_view=True)
@@ -131,7 +131,7 @@ def _resumes_in_every_other_optimizer(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _loads_what_torch_zero_saved(setup: Setup) -> None:
+def _a_state_dict_of_torchs_zero_optimizer_resumes(setup: Setup) -> None:
     theirs_model = DistributedDataParallel(build_model())
     theirs = TorchZero(split_groups(theirs_model, 2), torch.optim.AdamW, lr=0.01)
 
@@ -225,7 +225,7 @@ def _states_that_the_loop_drops_or_sets_are_those_of_the_next_step(setup: Setup)
 
 
 @case(2)
-def _a_state_that_is_set_fits_what_this_rank_steps(setup: Setup) -> None:
+def _a_state_set_in_opt_state_is_cut_to_this_ranks_elements_or_refused(setup: Setup) -> None:
     opt = sharded_twins(partition="elements").opt
     holdings = internals.shard_of(opt).binding.owned_parts()
     index, part = next((index, part) for index, part in holdings.items() if part is not None)
@@ -432,7 +432,7 @@ def _consolidation_sends_no_pickle(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _other_ranks_need_one_parameters_state_of_extra_memory(setup: Setup) -> None:
+def _consolidation_needs_memory_of_one_state_on_the_other_ranks(setup: Setup) -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(10_000)) for _ in range(12)]
     opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)

@@ -146,7 +146,7 @@ def _check_until_it_raises(twins: Twins, what: str) -> None:
 
 
 @case(2, 4)
-def _between_backward_and_step(setup: Setup) -> None:
+def _state_dict_between_backward_and_step_is_refused(setup: Setup) -> None:
     joined = r"got opt\.state_dict\(\) \(rank 0.*Call opt\.step\(\), then save.*\[ZERO-307\]$"
     moved_on = r"Expected rank 1 .* moved on, .* call opt\.step\(\) first.*\[ZERO-602\]$"
     for name in ("AdamW", "clipped", "overlapped", "late sync", "stage 2, standalone"):
@@ -209,7 +209,7 @@ def _plain_values(state_dict: dict[str, Any]) -> Any:
 
 
 @case(3)
-def _objects_in_the_state(setup: Setup) -> None:
+def _declared_objects_in_the_state_are_sent_and_undeclared_ones_refused(setup: Setup) -> None:
     undeclared = r"(?s)got .*Projector at \['projector'\].*ddp_zero\.state_class.*\[ZERO-611\]$"
     modes: tuple[dict[str, Any], ...] = ({"overlap": False}, {}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1e9})
     for place, mode in enumerate(modes):
@@ -269,7 +269,7 @@ def _a_rank_that_computes_sleeps_or_loads_answers(setup: Setup) -> None:
 
 
 @case(2, 4)
-def _masters_and_a_loss_scale(setup: Setup) -> None:
+def _state_dict_of_one_rank_has_masters_and_the_loss_scale(setup: Setup) -> None:
     syncs: tuple[Sync, ...] = ("step", "forward")
     for sync in syncs:
         model = DistributedDataParallel(build_model().to(torch.bfloat16), gradient_as_bucket_view=True)
@@ -302,7 +302,7 @@ def _masters_and_a_loss_scale(setup: Setup) -> None:
 
 
 @case(4)
-def _ranks_that_own_nothing_and_sub_groups(setup: Setup) -> None:
+def _state_dict_of_a_subgroup_and_of_a_rank_without_parameters_is_the_plain_one(setup: Setup) -> None:
     group = dist.new_group([1, 3])
     if setup.rank in (1, 3):
         twins = build_twins(ADAMW, process_group=group)
@@ -320,7 +320,7 @@ def _ranks_that_own_nothing_and_sub_groups(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _added_groups_frozen_parameters_and_odd_strides(setup: Setup) -> None:
+def _state_dict_with_added_groups_frozen_and_strided_parameters_is_the_plain_one(setup: Setup) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(3))
     torch.manual_seed(0)
     model(torch.randn(2, 2, 8, 8))
@@ -354,7 +354,7 @@ def _added_groups_frozen_parameters_and_odd_strides(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _under_join(setup: Setup) -> None:
+def _state_dict_under_join_is_that_of_the_last_consolidation(setup: Setup) -> None:
     model = DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)
     found: list[dict[str, Any]] = []
@@ -371,7 +371,7 @@ def _under_join(setup: Setup) -> None:
 
 
 @case(2)
-def _next_to_saves_in_the_background(setup: Setup) -> None:
+def _state_dict_during_background_saves_is_the_plain_one(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     for step in range(4):
         twins.train(setup, 1, step)
@@ -387,7 +387,7 @@ def _next_to_saves_in_the_background(setup: Setup) -> None:
 
 
 @case(2)
-def _methods_of_the_inner_class(setup: Setup) -> None:
+def _state_dict_after_a_method_of_the_inner_class_has_its_writes(setup: Setup) -> None:
     model = build_model()
     opt: Any = ZeroRedundancyOptimizer(model.parameters(), Swapping, lr=0.1)
     for param in model.parameters():
@@ -432,7 +432,7 @@ class Swapping(torch.optim.Optimizer):
 
 
 @case(2, 4)
-def _memory(setup: Setup) -> None:
+def _state_dict_needs_memory_of_one_parameter_besides_the_result(setup: Setup) -> None:
     model = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)]))
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)
     model(torch.randn(4, 64)).square().mean().backward()

@@ -149,7 +149,7 @@ def _failures(found: Iterator[tuple[str, bool]]) -> None:
 
 
 @case(2, 3)
-def _a_model_outside_ddp(setup: Setup) -> None:
+def _gradients_of_a_model_without_ddp_are_refused(setup: Setup) -> None:
     _failures(
         (name, is_refused(twins := _alone(**options), twins.model, match=TOLD)) for name, options in DROP_IN.items()
     )
@@ -203,7 +203,7 @@ def _it_is_told_again_until_the_loop_averages(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _averaged_by_hand(setup: Setup) -> None:
+def _gradients_averaged_by_hand_equal_ddp(setup: Setup) -> None:
     for average in (average_each, average_all):
         for options in DROP_IN.values():
             twins = _alone(**options)
@@ -212,7 +212,7 @@ def _averaged_by_hand(setup: Setup) -> None:
 
 
 @case(2)
-def _a_loop_that_forgets_to_average(setup: Setup) -> None:
+def _a_step_without_the_averaging_of_earlier_steps_is_refused(setup: Setup) -> None:
     def found() -> Iterator[tuple[str, bool]]:
         for steps in GOOD_STEPS[1:]:
             for name, options in DROP_IN.items():
@@ -224,7 +224,7 @@ def _a_loop_that_forgets_to_average(setup: Setup) -> None:
 
 
 @case(2)
-def _a_loop_that_forgets_one_parameter(setup: Setup) -> None:
+def _a_step_with_one_parameter_left_unaveraged_is_refused(setup: Setup) -> None:
     def average_others(model: nn.Module) -> None:
         for param in list(model.parameters())[:-1]:
             assert param.grad is not None
@@ -260,7 +260,7 @@ def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None
 
 
 @case(1)
-def _one_rank_has_nothing_to_average(setup: Setup) -> None:
+def _one_rank_trains_without_ddp_as_the_plain_optimizer(setup: Setup) -> None:
     for options in DROP_IN.values():
         twins = _alone(**options)
         twins.go_on(4)
@@ -302,7 +302,7 @@ def _after_a_refusal_the_loop_goes_on_through_ddp(setup: Setup) -> None:
 
 
 @case(2)
-def _a_second_model_around_the_same_module(setup: Setup) -> None:
+def _a_pass_through_parts_of_the_module_without_ddp_is_refused(setup: Setup) -> None:
     """Between two passes through DDP, a part of the model is called alone, as an auxiliary loss."""
 
     def found() -> Iterator[tuple[str, bool]]:

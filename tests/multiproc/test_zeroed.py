@@ -213,7 +213,7 @@ def _each_way_at_each_place(modes: Iterable[str]) -> list[tuple[str, range]]:
 
 
 @case(2, few=_each_way([*MODES][::3]), every=_each_way_at_each_place(MODES))
-def _any_way_of_zeroing_trains_as_with_ddp(setup: Setup, configurations: list[tuple[str, range]]) -> None:
+def _gradients_zeroed_in_any_way_equal_ddp(setup: Setup, configurations: list[tuple[str, range]]) -> None:
     for mode, programs in configurations:
         _train(setup, mode, programs)
 
@@ -229,7 +229,7 @@ def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurat
     few=[(*one, place % 2 == 0) for place, one in enumerate(_each_way([*STAGE_2][::3]))],
     every=[(*one, finds) for one in _each_way_at_each_place(STAGE_2) for finds in (True, False)],
 )
-def _at_three_ranks_too(setup: Setup, configurations: list[tuple[str, range, bool]]) -> None:
+def _gradients_zeroed_at_three_ranks_equal_ddp(setup: Setup, configurations: list[tuple[str, range, bool]]) -> None:
     for mode, programs, finds in configurations:
         _train(setup, mode, programs, **({"find_unused_parameters": True} if finds else {}))
 
@@ -238,7 +238,7 @@ ADDING = [*STAGE_2, "stage 1", "stage 1 in fp32"]
 
 
 @case(2, few=ADDING[::2], every=ADDING)
-def _in_static_graphs(setup: Setup, configurations: list[str]) -> None:
+def _gradients_zeroed_in_static_graphs_equal_ddp(setup: Setup, configurations: list[str]) -> None:
     """There DDP builds its final buckets in the second iteration, and copies gradients into them."""
     for start, mode in enumerate(configurations):
         (plain, ours), data = sides(mode, static_graph=True), inputs_of(setup)
@@ -251,7 +251,7 @@ def _in_static_graphs(setup: Setup, configurations: list[str]) -> None:
 
 
 @case(2, few=ADDING[1::2], every=ADDING)
-def _with_masters(setup: Setup, configurations: list[str]) -> None:
+def _gradients_zeroed_with_masters_equal_dropped_ones(setup: Setup, configurations: list[str]) -> None:
     """Against the same mode with gradients dropped: plain bf16 has no masters."""
     for mode in configurations:
         found = []
@@ -346,7 +346,7 @@ def _zeros_can_be_read_and_changed(setup: Setup) -> None:
 
 
 @case(2)
-def _under_join(setup: Setup) -> None:
+def _gradients_zeroed_under_join_equal_ddp(setup: Setup) -> None:
     for mode in ("stage 1", "stage 2", "stage 2 waiting", "stage 2 cut"):
         plain, ours = sides(mode)
         for side, members in ((plain, [plain.model]), (ours, [ours.model, ours.opt])):

@@ -260,7 +260,7 @@ def violations(look: Callable[[str], object]) -> dict[str, object]:
 # Who imports whom
 
 
-def test_every_folder_and_every_file_under_a_roof_is_a_room_and_the_core_has_at_most_eight() -> None:
+def test_every_folder_is_a_room_and_the_core_has_at_most_eight() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix().replace("/", ".") for path in FILES.values()}
     alone = {name for name, path in FILES.items() if path.parent.name in ROOFS and path.name != "__init__.py"}
     assert folders - {"."} | alone == (set(FLOORS) | ROOFS) - {"ground", "front", "doors"}
@@ -294,7 +294,7 @@ def packages_imported(graph: Mapping[str, Collection[str]]) -> dict[str, set[str
     return found
 
 
-def test_packages_import_each_other_in_no_circle() -> None:
+def test_imports_of_packages_have_no_cycle() -> None:
     graph = packages_imported({name: files_imported(read(name)) for name in FILES})
     assert {"core", "insight", "tools", "optimizer", "checkpoint"} <= graph.keys()
     assert sorted(TopologicalSorter(graph).static_order()) == sorted(graph)
@@ -307,7 +307,7 @@ def test_a_circle_of_packages_is_found_where_files_have_none() -> None:
         TopologicalSorter(packages_imported(files)).prepare()
 
 
-def test_core_imports_nothing_from_outside_but_the_ground() -> None:
+def test_core_imports_of_other_packages_are_of_the_ground_alone() -> None:
     graph = packages_imported({name: files_imported(read(name)) for name in FILES})
     assert graph["core"] == GROUND | {"values"}
     assert set().union(*(graph[name] for name in (*GROUND, "values"))) <= GROUND
@@ -332,7 +332,7 @@ def used_of_faces(files: Iterable[str]) -> set[str]:
     return faces & set().union(*(imported(read(name)) for name in files))
 
 
-def test_packages_outside_import_faces_and_nothing_behind_them() -> None:
+def test_imports_of_core_from_outside_are_of_faces_alone() -> None:
     def behind_a_face(name: str) -> set[str]:
         theirs = {one for one in files_imported(read(name)) if package_of(one) in FACED - {package_of(name)}}
         return set() if name.startswith("core") else theirs - FACED
@@ -340,7 +340,7 @@ def test_packages_outside_import_faces_and_nothing_behind_them() -> None:
     assert violations(behind_a_face) == {}
 
 
-def test_a_face_names_what_others_use_and_no_more() -> None:
+def test_every_name_of_a_face_is_used_outside() -> None:
     faces = {room: face_of(room) for room in FACED}
     used = used_of_faces(name for name in FILES if not name.startswith("core"))
     for room, names in faces.items():
@@ -377,7 +377,7 @@ def test_the_inside_of_an_optimizer_is_asked_for_in_few_places() -> None:
     assert sum(map(len, calls.values())) <= CALLS_OF_DOORS, calls
 
 
-def test_an_init_of_another_package_holds_a_docstring_only() -> None:
+def test_other_init_files_hold_a_docstring_alone() -> None:
     """Importing a low file must not import the whole of its package. The others are what their users import."""
     users = {"__init__", "checkpoint", "deepspeed", "launch", "parallel", "snapshots"}
     inits = {name for name, path in FILES.items() if path.name == "__init__.py"} - users
@@ -423,7 +423,7 @@ def test_the_design_page_shows_the_same_packages() -> None:
 # Who communicates
 
 
-def test_only_comm_communicates() -> None:
+def test_collectives_are_called_in_core_comm_alone() -> None:
     """`launch` calls `init_process_group`, which is what it is for; torchft's manager is no group of this library's."""
     found = {name: lines for name in FILES if (lines := communications(read(name)))}
     assert len(found.pop("core.comm.communicator")) > 5
@@ -498,7 +498,7 @@ def test_few_files_ask_whether_a_parameter_is_cut() -> None:
 # Who looks into DDP and into backward
 
 
-def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
+def test_internals_of_ddp_and_autograd_are_used_in_core_ddp_reducer_alone() -> None:
     """Hooks and reductions name the type of buckets; stand-ins are subclasses of tensors; messages open no ranges."""
     found = {name: names for name in FILES if (names := internals(read(name)))}
     assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop("core.ddp.reducer")
@@ -591,7 +591,7 @@ IMPORT_OF_A_TEST = re.compile(
 )
 
 
-def test_no_file_imports_from_a_file_of_tests() -> None:
+def test_imports_from_test_files_are_absent() -> None:
     """What several use is in a file of its own: nobody looks for a model or a loop in the tests of something else."""
     files = sorted((REPOSITORY / "tests").rglob("*.py"))
     assert {str(path): found for path in files if (found := IMPORT_OF_A_TEST.findall(path.read_text()))} == {}
@@ -645,7 +645,7 @@ PICKLING = {"pickle", "torch.load", "torch.save", "torch.package"} | {
 }
 
 
-def test_nothing_pickles() -> None:
+def test_pickle_is_used_to_write_for_torch_alone() -> None:
     """Neither the module nor the calls of torch that use it."""
 
     def pickles(name: str) -> set[str | None]:

@@ -72,7 +72,7 @@ def test_a_state_of_another_key_is_refused_by_the_parameters_name(key: Any, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_user_gave_is_there(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_has_step_extra_and_rank_extra(tmp_path: Path) -> None:
     model, _ = trained()
     extra = {"scheduler": [1, None, 2.5], "table": torch.arange(3)}
     saved = SavedCheckpoint.open(save(tmp_path, model, extra=extra, rank_extra=("rng", torch.arange(2)), step=12))
@@ -97,7 +97,7 @@ def test_parts_are_joined_and_states_are_in_the_order_of_their_births(tmp_path: 
     assert saved.state["c"] == {"n": 1}
 
 
-def test_what_ranks_share_is_joined_where_they_hold_different_parts(tmp_path: Path) -> None:
+def test_groups_buffers_and_aliases_of_different_parts_are_joined(tmp_path: Path) -> None:
     option = {"lr": torch.tensor(0.5), "betas": (0.9, 0.99)}
     groups = [[{**option, "params": ["w"]}, {"lr": 0.25, "params": ["b"]}], [{**option, "params": ["w", "c"]}]]
     first = rank_0(param_groups=groups[0], aliases={"tied": "w", "c": "w"})
@@ -109,7 +109,7 @@ def test_what_ranks_share_is_joined_where_they_hold_different_parts(tmp_path: Pa
     assert saved.shared.extra == first["shared"]["extra"]
 
 
-def test_the_digest_differs_where_anything_differs(tmp_path: Path) -> None:
+def test_the_digest_changes_with_every_field(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [{}, {"extra": 1}, {"rank_extra": 1}, {"births": {"b": (0, 2), "w": (0, 0)}}]
     saved = [SavedCheckpoint.open(forge(tmp_path / str(at), rank_0(**change))) for at, change in enumerate(changes)]
     assert len({one.digest for one in saved}) == len(changes)
@@ -262,7 +262,7 @@ def test_a_marker_of_more_parts_than_there_are_is_refused(tmp_path: Path) -> Non
         SavedCheckpoint.open(mark(folder, [digest, digest]))
 
 
-def test_a_part_that_stands_for_two_ranks_adds_nothing_and_for_some_is_refused(tmp_path: Path) -> None:
+def test_a_part_repeated_for_all_ranks_counts_once_and_for_some_is_refused(tmp_path: Path) -> None:
     text, other = ((forge(tmp_path / "forged", part) / "part-0.json").read_text() for part in (rank_0(), rank_1()))
     one, two = (SavedCheckpoint.open(forge_texts(tmp_path / "forged", [text] * count)) for count in (1, 2))
     assert (two.model, two.state, two.shared) == (one.model, one.state, one.shared)
@@ -278,7 +278,7 @@ def test_a_marker_that_is_damaged_is_refused_though_there_is_an_older_checkpoint
         SavedCheckpoint.open(tmp_path)
 
 
-def test_what_tools_of_torch_read_is_not_read_here(tmp_path: Path) -> None:
+def test_pickled_metadata_in_the_folder_is_not_read(tmp_path: Path) -> None:
     folder = save(tmp_path, *trained())
     for name in (".metadata", "__0_1.distcp"):
         (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # a pickle that runs something
@@ -286,7 +286,7 @@ def test_what_tools_of_torch_read_is_not_read_here(tmp_path: Path) -> None:
     assert SavedCheckpoint.open(folder).step == 1
 
 
-def test_a_part_says_of_its_tensors_where_they_lie_and_what_they_hash_to(tmp_path: Path) -> None:
+def test_a_part_has_place_and_checksum_of_its_tensors(tmp_path: Path) -> None:
     folder = save(tmp_path, trained()[0])
     raw = (folder / "__0_0.distcp").read_bytes()
     rows = json.loads((folder / "part-0.json").read_text())["tensors"]

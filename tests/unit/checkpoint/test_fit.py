@@ -96,7 +96,7 @@ def test_a_saved_value_that_the_model_has_not_is_a_misfit() -> None:
     assert of_values({"a": MATRIX}, {}) == Fit(misfits=["'a' of the checkpoint is not in the model"])
 
 
-def test_another_shape_is_a_misfit_whatever_the_dtype() -> None:
+def test_another_shape_is_a_misfit_that_cannot_be_loaded() -> None:
     fit = of_values({"a": Value((3, 2), "bfloat16")}, {"a": MATRIX})
     assert fit == Fit(misfits=["'a' has shape [2, 3], saved is [3, 2]"])
 
@@ -106,7 +106,7 @@ def test_another_dtype_is_a_misfit_that_can_be_converted() -> None:
     assert fit == Fit(values=["a"], misfits=["'a' has dtype float32, saved is bfloat16"])
 
 
-def test_a_tensor_and_what_is_none_do_not_fit() -> None:
+def test_a_tensor_in_place_of_another_value_is_a_misfit() -> None:
     fit = of_values({"a": NO_TENSOR, "b": VECTOR}, {"a": VECTOR, "b": NO_TENSOR})
     assert fit == Fit(
         misfits=[
@@ -137,7 +137,7 @@ def test_every_value_fits_or_has_its_one_line(saved: dict[str, Value], live: dic
 
 
 @given(st.permutations(range(4)), st.randoms(use_true_random=False))
-def test_groups_in_another_order_take_the_options_of_their_own(order: list[int], random: Random) -> None:
+def test_groups_in_another_order_have_the_options_of_their_parameters(order: list[int], random: Random) -> None:
     saved = [["a", "b", "c"], ["d"], ["e", "f"], ["g", "h"]]
     live = [random.sample(saved[position], len(saved[position])) for position in order]
     fit = of_groups(saved, live)

@@ -62,7 +62,7 @@ def test_a_new_checkpoint_starts_as_an_empty_hidden_folder(tmp_path: Path) -> No
     assert complete(tmp_path / "runs" / "1") == []
 
 
-def test_what_was_never_finished_is_swept_by_the_next_start(tmp_path: Path) -> None:
+def test_start_deletes_unfinished_checkpoints(tmp_path: Path) -> None:
     for step in (3, 10**17):
         unfinished = tmp_path / start(tmp_path, step)
         (unfinished / "deep").mkdir()
@@ -71,7 +71,7 @@ def test_what_was_never_finished_is_swept_by_the_next_start(tmp_path: Path) -> N
     assert names(tmp_path) == [name]
 
 
-def test_the_sweep_touches_nothing_else(tmp_path: Path) -> None:
+def test_start_keeps_all_other_folders_and_files(tmp_path: Path) -> None:
     finished = saved(tmp_path, 1)
     others = [
         *(".step-1-0123456789abcdef", ".step-00000001-0123456789abcde", ".step-00000001-0123456789ABCDEF"),
@@ -102,7 +102,7 @@ def test_a_folder_that_may_not_be_written_is_an_error_of_the_disk(tmp_path: Path
 # Publishing
 
 
-def test_publishing_marks_and_renames(tmp_path: Path) -> None:
+def test_publish_writes_the_marker_and_renames_the_folder(tmp_path: Path) -> None:
     unfinished = tmp_path / start(tmp_path, 7)
     write_text(unfinished / "part-0.json", "{}")
     published = publish(unfinished, Marker(7, ("ab", "cd")), None)
@@ -156,7 +156,7 @@ def test_a_failure_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkey
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_a_checkpoint_can_be_read_by_whoever_the_umask_lets(tmp_path: Path) -> None:
+def test_folders_and_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         folder = tmp_path / saved(tmp_path, 1)
@@ -259,7 +259,7 @@ def test_a_torn_folder_is_never_picked(kind: str, tmp_path: Path) -> None:
         *(".step-00000001", "STEP-00000001"),
     ],
 )
-def test_folders_of_other_names_are_not_picked(name: str, tmp_path: Path) -> None:
+def test_complete_ignores_folders_of_other_names(name: str, tmp_path: Path) -> None:
     (tmp_path / saved(tmp_path, 1)).rename(tmp_path / name)
     assert complete(tmp_path) == []
     assert next_step(tmp_path) == 1
@@ -338,7 +338,9 @@ THINGS = [
 
 @pytest.mark.parametrize("kind", THINGS)
 @pytest.mark.parametrize("read", [open_regular, read_text])
-def test_what_is_no_regular_file_is_refused_at_once(read: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
+def test_files_that_are_not_regular_are_refused_without_blocking(
+    read: Callable[[Path], Any], kind: str, tmp_path: Path
+) -> None:
     path = thing(tmp_path / "part-0.json", kind)
     with pytest.raises(ValueError, match=r"^Expected a regular file.*part-0\.json"):
         at_once(lambda: read(path))

@@ -160,7 +160,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(st.lists(tensors(), max_size=5), st.integers(1, 4))
-def test_any_tensors_lie_beside_each_other(several: list[Tensor], chunk: int) -> None:
+def test_tensors_are_stored_without_overlap_and_read_bit_for_bit(several: list[Tensor], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         patch.setattr(tensor_file, "CHUNK_BYTES", 16 * chunk)
@@ -187,7 +187,7 @@ def test_strides_without_gaps_come_back(layout: str, tmp_path: Path) -> None:
     assert read(tmp_path, stored, CPU).stride() == tensor.stride()
 
 
-def test_what_was_on_the_cpu_stays_there_and_what_was_not_goes_where_it_is_wanted(tmp_path: Path) -> None:
+def test_read_leaves_cpu_tensors_on_the_cpu_and_moves_others_to_the_device(tmp_path: Path) -> None:
     (stored,) = store(tmp_path, torch.arange(3.0))
     there = replace(stored, spec=replace(stored.spec, device_type="cuda"))
     assert read(tmp_path, stored, torch.device("meta")).tolist() == [0, 1, 2]
@@ -330,7 +330,7 @@ def test_each_damaged_byte_of_the_elements_is_found_and_no_other(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("offset", "shape"), [(4, (4,)), (-4, (4,)), (0, (3,)), (0, (5,)), (64, (4,)), (0, (0,))])
-def test_another_place_or_size_does_not_fit_the_checksum(offset: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_verify_refuses_another_place_or_size(offset: int, shape: tuple[int, ...], tmp_path: Path) -> None:
     (stored,) = store(tmp_path, torch.arange(1.0, 5.0))
     elsewhere = of_shape(moved(stored, offset=stored.span.offset + offset), *shape)
     with pytest.raises(ValueError, match="fit its checksum"):
@@ -383,7 +383,9 @@ def test_a_tensor_of_a_petabyte_is_refused_without_memory_for_it(dtype: torch.dt
 
 @pytest.mark.parametrize("shape", [(3,), (0,)], ids=["some elements", "no elements"])
 @pytest.mark.parametrize("kind", ["nothing", "link to a file", "pipe", "folder", "link to an endless device"])
-def test_what_is_no_regular_file_is_refused_at_once(kind: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_files_that_are_not_regular_are_refused_without_blocking(
+    kind: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     (stored,) = store(tmp_path, torch.ones(shape))
     (tmp_path / FILE).unlink()
     thing(tmp_path / FILE, kind)

@@ -17,7 +17,7 @@ def words(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_table_of_a_small_plan_on_three_ranks() -> None:
+def test_describe_shards_prints_the_table_of_three_ranks() -> None:
     plan = make_plan([1500, 500, 500, 250], [0, 1, 1, 2], world_size=3, frozen=(2,))
     assert describe_shards(plan, group_rank=1, own_state_bytes=4_000) == "\n".join(
         [
@@ -33,7 +33,7 @@ def test_the_table_of_a_small_plan_on_three_ranks() -> None:
     )
 
 
-def test_one_rank_sends_nothing_and_estimates_nothing() -> None:
+def test_the_table_of_one_rank_has_no_bytes_sent_and_no_estimates() -> None:
     lines = words(describe_shards(make_plan([10, 20], [0, 0], world_size=1), 0, 240))
     assert lines[1] == ["*", "0", "2", "30", "120", "240"]
     assert lines[2][:2] == ["imbalance:", "1.000"]
@@ -41,7 +41,7 @@ def test_one_rank_sends_nothing_and_estimates_nothing() -> None:
     assert len(lines) == 4
 
 
-def test_a_rank_that_trains_nothing_cannot_estimate_those_that_do() -> None:
+def test_state_bytes_of_other_ranks_are_unknown_to_a_rank_without_trained_parameters() -> None:
     lines = words(describe_shards(make_plan([10, 20, 5], [0, 1, 2], 4, frozen=(1,)), 1, 0))
     assert [line[-1] for line in lines[1:5]] == ["unknown", "0", "unknown", "0"]
     assert lines[6][3] == "0"
@@ -69,7 +69,7 @@ def test_the_drawing_of_a_plan_has_a_row_for_each_bucket_and_a_column_for_each_r
     )
 
 
-def test_state_bytes_counts_every_tensor_however_nested_and_nothing_else() -> None:
+def test_state_bytes_counts_all_nested_tensors_once() -> None:
     state = {
         torch.nn.Parameter(torch.ones(100)): {
             "step": torch.tensor(3.0),

@@ -47,7 +47,9 @@ def test_this_host_needs_no_launcher_a_hostfile_ssh_and_an_allocation_slurm(host
     assert launcher_of(options("--launcher=ssh"), here, {}) == "ssh", "as asked for"
 
 
-def test_options_of_deepspeed(hostfile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_deepspeeds_launcher_are_taken_or_refused_with_the_replacement(
+    hostfile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = hostfile.partition("=")[2]
     short = options("-H", file, "-i", "n1:1,1", "--num_accelerators=1", "--no_local_rank")
     assert hosts_of(short, {}) == (Host("n1", (1,)),)
@@ -80,7 +82,7 @@ def test_each_host_can_be_started_by_hand(hostfile: str, capsys: pytest.CaptureF
         assert said in capsys.readouterr().err
 
 
-def test_where_they_meet() -> None:
+def test_meeting_of_has_the_address_port_and_job_of_each_launcher() -> None:
     answers = {"n1": Answer(("10.0.0.1", "10.1.0.1"), 77), "n2": Answer((), 78)}
     found = meeting_of(options(), "ssh", TWO, answers, {})
     assert (found.address, found.port, found.own) == ("10.0.0.1", 77, {"n1": "10.0.0.1"})
@@ -96,7 +98,7 @@ def test_where_they_meet() -> None:
         meeting_of(options(), "ssh", TWO, {"n1": Answer((), 1)}, {})
 
 
-def test_variables_of_files_come_last_and_others_only_go_to_other_hosts(tmp_path: Path) -> None:
+def test_variables_of_files_override_those_that_other_hosts_get(tmp_path: Path) -> None:
     here = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
     (tmp_path / "file").write_text("NCCL_DEBUG=WARN\nOMP_NUM_THREADS\nPATH=/a:$PATH\n")  # values as they stand
     file = f"--env-file={tmp_path / 'file'}"
@@ -180,7 +182,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_the_others(
     assert lines == said
 
 
-def test_a_job_under_nohup_ends_at_other_signals_only() -> None:
+def test_a_job_under_nohup_ignores_sighup_and_ends_at_sigterm() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         program = (

@@ -66,7 +66,7 @@ def dtypes_of(found: GradientStats) -> set[torch.dtype]:
 # Norms
 
 
-def test_norms_join_over_ranks_and_members() -> None:
+def test_join_norms_adds_norms_of_ranks_and_members_that_count() -> None:
     table = torch.tensor([[[3.0], [4.0]], [[12.0], [84.0]]], dtype=torch.float64)  # ranks, members, keys
     assert join_norms(table, None, 2.0).tolist() == [math.sqrt(9 + 16 + 144 + 84 * 84)]
     assert join_norms(table, [[True, True], [True, False]], 2.0).tolist() == [13.0], "by member and rank"
@@ -103,7 +103,7 @@ def decide(joint: JointDecision, stats_of_members: list[GradientStats]) -> list[
     return joint.run([deciding(one) for one in stats_of_members])
 
 
-def test_members_of_one_rank_join_over_two_levels() -> None:
+def test_norms_and_flags_of_members_are_added_over_two_levels() -> None:
     double, other_stage = level(lambda theirs: theirs), level(lambda theirs: theirs)
     everyone = NormLevel(double, [[True, True], [True, False]])
     joint = JointDecision([everyone, NormLevel(other_stage)], GlobalErrorCheck([double, other_stage]), PLAIN)
@@ -148,7 +148,7 @@ def test_a_member_alone_is_refused() -> None:
         OtherMembers(joint, []).stats_of_whole_model(stats({}))
 
 
-def test_all_members_look_before_any_acts_and_none_within_another() -> None:
+def test_all_members_look_before_any_acts_at_the_same_depth_of_the_stack() -> None:
     joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
     seen: list[tuple[str, int, int]] = []
 
@@ -251,7 +251,7 @@ def test_a_culprit_is_asked_for_anew_in_every_decision() -> None:
         assert joint.run([part(name)]) == [nonfinite_gradient(name)]
 
 
-def test_an_action_that_raises_leaves_nothing_to_the_next_decision() -> None:
+def test_an_action_that_raises_ends_all_members_and_the_next_decision_is_whole() -> None:
     joint = JointDecision([NormLevel(one := level())], GlobalErrorCheck([one]), PLAIN)
 
     ended: list[str] = []

@@ -202,7 +202,7 @@ def test_gradients_have_the_same_values_however_they_are_copied(limit: int, monk
 # Passes that are reduced, and others
 
 
-def test_an_evaluation_prepares_nothing() -> None:
+def test_a_forward_pass_in_evaluation_leaves_the_reducer_unprepared() -> None:
     watched = Watched(Layers(0, 1, 2))
     watched.backward(0)
     watched.step()
@@ -220,7 +220,7 @@ def test_an_evaluation_prepares_nothing() -> None:
 
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_ddps_reducer_goes_with_its_memory_and_another_comes(as_views: bool, options: dict[str, Any]) -> None:
+def test_install_frees_ddps_reducer_and_removal_builds_another(as_views: bool, options: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(Layers(0, 1, 2), gradient_as_bucket_view=as_views, **options)
     plain, own = Layers(0, 1, 2), weakref.ref(reducer_of(ddp))
     opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)
@@ -248,7 +248,7 @@ def test_ddps_reducer_goes_with_its_memory_and_another_comes(as_views: bool, opt
     assert in_buckets(ddp) == reduced_parameters(ddp)
 
 
-def test_what_it_does_not_have_is_asked_of_ddps_reducer() -> None:
+def test_methods_that_it_lacks_are_those_of_ddps_reducer() -> None:
     watched = Watched(Layers(0, 1, 2))
     watched.backward(0)
     stands_in = reducer_of(watched.ddp)
@@ -261,7 +261,7 @@ def test_what_it_does_not_have_is_asked_of_ddps_reducer() -> None:
 # Several optimizers
 
 
-def test_a_bucket_that_waits_for_other_ranks_holds_up_no_other_model() -> None:
+def test_a_waiting_bucket_does_not_block_another_model() -> None:
     first, second = Watched(Layers(0, 1, 2)), Watched(Layers(0, 1, 2))
     waits, goes_on, hook = threading.Event(), threading.Event(), first.hook
 

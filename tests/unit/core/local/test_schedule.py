@@ -34,7 +34,7 @@ def steps(buffers: int, buckets: int, count: int = 1) -> list[str]:
     return found
 
 
-def test_one_buffer_overlaps_nothing() -> None:
+def test_with_one_buffer_every_copy_is_awaited_before_the_next() -> None:
     assert steps(1, 3) == ["0>A 0? 0!", "A? 1>A 1? 1!", "A? 2>A 2? 2!", ""]
 
 
@@ -46,11 +46,11 @@ def test_with_three_a_buffer_has_a_whole_bucket_of_time_to_come_back() -> None:
     assert steps(3, 5) == ["0>A", "1>B 0? 0!", "2>C 1? 1!", "A? 3>A 2? 2!", "B? 4>B 3? 3!", "4? 4!"]
 
 
-def test_copies_back_may_outlast_a_step_and_are_waited_for_by_who_needs_the_buffer() -> None:
+def test_a_copy_back_is_awaited_when_its_buffer_is_used_again() -> None:
     assert steps(3, 1, count=4) == ["0>A", "0? 0!", "0>B", "0? 0!", "0>C", "0? 0!", "A? 0>A", "0? 0!"]
 
 
-def test_after_an_error_everything_is_waited_for_and_nothing_stepped() -> None:
+def test_abandon_awaits_all_copies_and_steps_no_bucket() -> None:
     schedule = Schedule(3)
     for bucket in range(3):
         schedule.submit(bucket)
@@ -65,7 +65,7 @@ def test_there_is_a_buffer() -> None:
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), min_size=1, max_size=4))
-def test_whatever_the_numbers(buffers: int, counts: list[int]) -> None:
+def test_any_schedule_steps_buckets_once_in_order_in_free_buffers(buffers: int, counts: list[int]) -> None:
     """Buckets are stepped once and in order; no buffer is written to before it is back, or read before it is full."""
     schedule = Schedule(buffers)
     state: dict[int, str] = {}

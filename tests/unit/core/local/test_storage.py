@@ -135,7 +135,7 @@ def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 1599, 3199, 3200, 3201, 100_001])
-def test_what_travels_is_at_most_half_a_percent_longer_than_the_parameters(numel: int) -> None:
+def test_synced_segments_are_at_most_half_a_percent_longer_than_their_parameters(numel: int) -> None:
     params = [nn.Parameter(torch.ones(numel + extra)) for extra in (0, 1, 2, 3)]
     plan = make_plan(params, 2, cap=1 << 30)
     storage = as_views(plan, params)
@@ -152,7 +152,7 @@ def lies_in(param: Tensor, memory: Tensor) -> bool:
     return start <= param.data_ptr() and param.data_ptr() + param.nbytes <= start + memory.nbytes
 
 
-def test_an_exchange_of_segments_with_gaps_brings_the_owners_values() -> None:
+def test_after_an_exchange_of_segments_with_gaps_all_ranks_have_the_owners_values() -> None:
     of_rank = [make_large_params(seed=rank) for rank in range(2)]
     plan = make_plan(of_rank[0], 2, cap=1 << 30)
     expected = [of_rank[owner][index].detach().clone() for index, owner in enumerate(plan.owners)]
@@ -176,7 +176,7 @@ def test_views_of_a_packed_segment_are_sent_in_memory_order_end_to_end() -> None
     [torch.ones(2).expand(3, 2), torch.ones(6)[::2], torch.ones(4, 4)[:, :2]],
     ids=["expanded", "every other", "columns"],
 )
-def test_views_refuse_gaps_and_overlaps_naming_the_parameter_and_move_nothing(tensor: Tensor) -> None:
+def test_views_of_gaps_or_overlaps_are_refused_before_any_parameter_moves(tensor: Tensor) -> None:
     params = [*make_params(), nn.Parameter(tensor)]
     places = [param.data_ptr() for param in params]
     with pytest.raises(ValueError, match=rf"got parameter 10 with strides \[{tensor.stride()[0]}.*bucket_view=False"):
@@ -231,7 +231,7 @@ def test_the_storage_of_a_parameter_is_its_own_elements(dtype: torch.dtype) -> N
     assert all(bytes(param.untyped_storage()) == b"\1" * param.nbytes for param in params), "the same memory"
 
 
-def test_a_window_outlives_its_block() -> None:
+def test_a_view_keeps_the_memory_of_its_dropped_block() -> None:
     params, block = make_windows()
     kept, value = params[0].data, params[0].detach().clone()
     del params, block

@@ -91,7 +91,7 @@ def test_the_least_loaded_rank_by_cost_takes_the_costliest_item() -> None:
     assert (owners, loads.costs) == ([0, 0, 1, 1], [6, 6])
 
 
-def test_an_item_skips_ranks_without_room() -> None:
+def test_partition_by_cost_passes_over_ranks_at_the_limit_on_bytes() -> None:
     loads = Loads(3)
     loads.add(1, Item(4, 0))
     loads.add(2, Item(9, 0))
@@ -112,7 +112,7 @@ items = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 1000)).map(lambda 
 
 
 @given(items, st.integers(1, 9), st.integers(0, 2000))
-def test_every_deal_accounts_for_all_items(given_items: list[Item], ranks: int, limit: int) -> None:
+def test_loads_are_the_sums_of_the_items_of_each_rank(given_items: list[Item], ranks: int, limit: int) -> None:
     loads = Loads(ranks)
     owners = partition_by_cost(given_items, loads, limit)
     for rank in range(ranks):
@@ -167,7 +167,7 @@ def test_a_bucket_of_parameters_that_may_be_cut_is_cut_as_without_weights() -> N
         assert part.plan(owned, layout, CAP).buckets == cutter.plan(owned, layout, CAP).buckets
 
 
-def test_the_bucket_of_a_large_embedding_and_matrices_is_level_and_ordered() -> None:
+def test_a_bucket_with_a_large_embedding_is_cut_into_level_ordered_segments() -> None:
     specs = [vector(400 * GRAIN), *[matrix(2 * GRAIN, GRAIN)] * 4, vector(GRAIN)]
     part = WeightedParameters(1.25, cuts=True)
     layout = [list(range(6))]
@@ -208,7 +208,7 @@ def test_any_parameters_make_a_plan(
     part.plan(Ownership(ranks, tuple(woken), alone.pieces), None, 10_000)
 
 
-def test_a_stated_owner_is_kept_whatever_the_sizes_and_buckets() -> None:
+def test_a_stated_owner_is_kept_at_all_sizes_and_buckets() -> None:
     """As the ranks of a tensor-parallel group state it, whose parts of a matrix differ in size."""
     for scale in (1, 5):
         specs = [replace(matrix(8 * scale, 8), owner=GroupRank(place % 3)) for place in range(7)]
