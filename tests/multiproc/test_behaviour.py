@@ -185,7 +185,7 @@ class Unknown(AdamW):
 
 
 @case(1, 3)
-def _a_deepcopy_trains_as_the_original(setup: Setup) -> None:
+def _a_deepcopy_trains_as_the_original_and_a_pickle_is_refused(setup: Setup) -> None:
     for as_views in (False, True):
         twins = build_twins(ADAMW, groups=2, parameters_as_bucket_view=as_views)
         twins.train(setup, 2)

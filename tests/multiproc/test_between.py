@@ -320,13 +320,17 @@ def _loops_without_opt_step_equal_ddp(setup: Setup, configurations: list[tuple[s
 
 
 @case(2)
-def _a_change_after_a_due_step_is_refused_or_taken_with_zero_grad(setup: Setup) -> None:
+def _parameters_changed_before_a_due_step_are_refused_at_the_next_pass(setup: Setup) -> None:
     for change in (_decay_by_hand, _decay_through_data, _replace_data):
         twins = twins_of(stage=1)
         run_backward(setup, twins.model, 0)
         change(twins.model, twins.opt)
         with pytest.raises(RuntimeError, match=r"Expected opt\.step\(\) between backward\(\) and the next"):
             run_backward(setup, twins.model, 1)
+
+
+@case(2)
+def _zero_grad_takes_a_due_step_and_a_later_opt_step_is_refused(setup: Setup) -> None:
     model, twin = twins_of(stage=2), twins_of(stage=2)
     losses = [loss_of(model.model, *batch) for batch in batches(setup.rank, 1)]
     losses[0].backward()

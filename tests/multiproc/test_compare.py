@@ -62,7 +62,7 @@ def test_modes_that_do_not_train_ddp_take_part(tmp_path: Path) -> None:
     assert not any(mode["peak_bytes"] for mode in found["modes"].values())
 
 
-def test_ranks_behind_links(tmp_path: Path) -> None:
+def test_comparisons_behind_slow_links_record_the_rate(tmp_path: Path) -> None:
     ended = _compare(tmp_path, "--link", "100mbit", "--modes", "stage 2, interleaved", "--no-memory")
     if ended.stdout.startswith("skipped:"):
         pytest.skip(ended.stdout)

@@ -78,7 +78,7 @@ def of_rank_with_most(counts: dict[str, int]) -> dict[str, int]:
 
 
 @case(2, 3)
-def _every_mode_within_five_percent(setup: Setup) -> None:
+def _estimates_of_every_mode_are_within_five_percent(setup: Setup) -> None:
     for name, options in MODES.items():
         for partition in ("parameters", "elements"):
             ddp, opt = trained(setup, torch.float32, partition=partition, **options)
@@ -106,7 +106,7 @@ WAYS: list[tuple[str, dict[str, Any], torch.dtype, float]] = [
 
 
 @case(2, 3, few=[*zip(KINDS, cycle(WAYS), strict=False)], every=[*product(KINDS, WAYS)])
-def _models_of_any_size_with_one_bucket_or_several(setup: Setup, configurations: list[tuple[str, Any]]) -> None:
+def _estimated_tensors_of_any_model_are_exact(setup: Setup, configurations: list[tuple[str, Any]]) -> None:
     """Every part of every model exactly, as bytes of tensors and of buffers that were lent."""
     parts = ("parameters", "masters", "state", "gradients", "buckets")
     for name, (mode, options, dtype, cap) in configurations:
@@ -131,7 +131,7 @@ def _models_of_any_size_with_one_bucket_or_several(setup: Setup, configurations:
 
 
 @case(2)
-def _masters_and_pinned_buffers(setup: Setup) -> None:
+def _estimated_masters_and_pinned_buffers_are_exact(setup: Setup) -> None:
     with torch.device("meta"):
         model = build(torch.bfloat16)
     said: dict[str, Any] = {"master_weights": True, "ranks": 2, "bucket_cap_mb": CAP, "partition": "parameters"}

@@ -92,12 +92,12 @@ def _random_rings(setup: Setup) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_sums_in_ring_order_and_gathers(world_size: int) -> None:
+def test_random_rings_sum_in_ring_order_and_gather(world_size: int) -> None:
     assert run_ranks(_random_rings, world_size) == [40] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_sums_in_rank_order(world_size: int) -> None:
+def test_random_reductions_sum_in_rank_order(world_size: int) -> None:
     assert run_ranks(_random_reductions, world_size) == [40] * world_size
 
 
@@ -115,7 +115,7 @@ def _without_direct_messages(setup: Setup) -> None:
         assert torch.equal(out, expected)
 
 
-def test_backends_without_direct_messages_sum_all_the_same() -> None:
+def test_collectives_in_place_of_direct_messages_give_equal_sums() -> None:
     run_ranks(_without_direct_messages, 2)
 
 

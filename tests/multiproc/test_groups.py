@@ -596,7 +596,7 @@ def _gradients_averaged_within_a_shard_group_alone_are_refused(setup: Setup) -> 
     assert opt.world_size == 4
 
 
-def _sharded_by(group: Any) -> tuple[nn.Module, Any]:
+def _sharded_by(group: Any) -> tuple[Any, Any]:
     ddp = wrapped(build_model())
     return ddp, shard_optimizer(ddp, SGD, shard_group=group, **OPTIONS)
 

@@ -172,7 +172,7 @@ def _a_rate_set_before_the_step(setup: Setup) -> None:
 
 
 @case(2)
-def _a_norm_by_hand(setup: Setup) -> None:
+def _a_norm_by_hand_is_refused_in_stage_2_and_the_named_call_equals_it(setup: Setup) -> None:
     """Stage 2 refuses it where a gradient is missing; the call that the message names first gives the number."""
 
     def by_hand(ddp: Any, _: Any) -> Any:
@@ -391,7 +391,9 @@ HALF_UPDATED: dict[str, Build] = {
 
 
 @case(2, few=[((0, 1, 4)[place % 3], name) for place, name in enumerate(GO_ON)], every=[*product((0, 1, 4), GO_ON)])
-def _an_exception_in_backward_on_all_ranks(setup: Setup, configurations: list[tuple[int, str]]) -> None:
+def _training_after_an_exception_in_backward_on_all_ranks_equals_ddp(
+    setup: Setup, configurations: list[tuple[int, str]]
+) -> None:
     expected = {bad: Trained(plainly) for bad in (0, 1, 4)}
     for bad, plain in expected.items():
         plain.train(setup, 6, bad, 0)
@@ -423,7 +425,7 @@ def _an_exception_in_backward_after_buckets_were_stepped(setup: Setup) -> None:
 
 
 @case(2)
-def _an_exception_in_backward_over_a_mesh(setup: Setup) -> None:
+def _a_checkpoint_after_an_exception_in_backward_over_a_mesh_resumes_as_ddp(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     plain = Trained(plainly)
     plain.train(setup, 4, None, 0)

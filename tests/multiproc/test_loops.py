@@ -497,7 +497,7 @@ def _converted_and_replaced_parameters_are_named(
 
 
 @case(2)
-def _a_replaced_parameter_is_named_where_the_loop_zeroes_what_the_model_has(setup: Setup) -> None:
+def _a_parameter_replaced_in_the_model_is_refused_with_its_name(setup: Setup) -> None:
     side = side_of(2, INSIDE["stage 2"])
     net = side.ddp.module
     for number, batch in enumerate(batches(setup.rank, 4)):

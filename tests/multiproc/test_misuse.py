@@ -41,7 +41,7 @@ def _refused(kind: type[Exception], message: str, build: Callable[[], Any]) -> N
 
 
 @case(2, 3)
-def _ranks_with_different_parameters(setup: Setup) -> None:
+def _parameters_that_differ_between_ranks_are_refused_on_all(setup: Setup) -> None:
     last = setup.rank == setup.world_size - 1
     ours = _params((2, 2), (3,), (4,))
     name = rf"rank 0 \(global rank 0\).*rank {setup.world_size - 1} \(global rank {setup.world_size - 1}\)"
@@ -99,7 +99,7 @@ def _failures_on_one_rank_reach_all(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _plain_misuse(setup: Setup) -> None:
+def _wrong_parameters_and_options_are_refused_with_the_plain_optimizers_errors(setup: Setup) -> None:
     weight = nn.Parameter(torch.ones(3))
     shared = torch.ones(8)
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -149,7 +149,7 @@ def _quietly(build: Callable[[], Any]) -> Any:
 
 
 @case(2, 3)
-def _closures(setup: Setup) -> None:
+def _a_closure_is_evaluated_once_with_gradients_enabled(setup: Setup) -> None:
     twins = build_twins(optimizer_case("AdamW foreach"))
     calls = 0
 
@@ -167,11 +167,17 @@ def _closures(setup: Setup) -> None:
     assert isinstance(loss, torch.Tensor)
     twins.assert_moved()
 
+
+@case(2, 3)
+def _a_second_evaluation_of_the_closure_is_refused(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(_params((2,), (3,), (4,)), TwiceClosing)
     with pytest.raises(RuntimeError, match="evaluated the closure a second time"):
         opt.step(lambda: 1.0)
     assert opt.step() is None
 
+
+@case(2, 3)
+def _other_arguments_of_step_are_passed_on_if_the_class_takes_them(setup: Setup) -> None:
     told: list[Any] = []
     params = _params((2,), (3,), (4,))
     for param in params:

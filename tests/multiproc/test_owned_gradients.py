@@ -86,7 +86,7 @@ CHOSEN = (slice(None), slice(2, 5))
 
 
 @case(*(1, 2, 3), few=[(name, CHOSEN[place % 2]) for place, name in enumerate(MODES)], every=[*product(MODES, CHOSEN)])
-def _clipped_values(setup: Setup, configurations: list[tuple[str, slice]]) -> None:
+def _clip_grad_value_equals_ddp(setup: Setup, configurations: list[tuple[str, slice]]) -> None:
     for name, chosen in configurations:
         twins, clipped = twins_of(MODES[name]), False
         for number, (inputs, targets) in enumerate(batches(setup.rank, 5)):
@@ -106,7 +106,7 @@ def _clipped_values(setup: Setup, configurations: list[tuple[str, slice]]) -> No
 
 
 @case(1, 2, 3)
-def _noise_scaling_and_norms(setup: Setup) -> None:
+def _owned_gradients_with_noise_equal_ddp(setup: Setup) -> None:
     for name, mode in MODES.items():
         twins = twins_of(mode)
         for number, (inputs, targets) in enumerate(batches(setup.rank, 6)):
@@ -190,7 +190,7 @@ def low_precision() -> nn.Module:
 
 
 @case(1, 2)
-def _masters_are_stepped_by_what_was_changed(setup: Setup) -> None:
+def _halved_owned_gradients_step_masters_as_half_the_rate(setup: Setup) -> None:
     """Halves are exact: half the gradient is half the learning rate."""
     for stage, partition in ((1, "parameters"), (1, "elements"), (2, "parameters"), (2, "elements")):
         mode: dict[str, Any] = {
@@ -366,7 +366,7 @@ def _other_changes_after_those_of_owners(setup: Setup) -> None:
 
 
 @case(2)
-def _too_late_or_under_join(setup: Setup) -> None:
+def _owned_gradients_after_a_step_inside_backward_or_under_join_are_refused(setup: Setup) -> None:
     for stage in (1, 2):
         twins = twins_of({"stage": stage})
         for inputs, targets in batches(setup.rank, 3):

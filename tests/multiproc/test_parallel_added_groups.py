@@ -348,7 +348,7 @@ IN_STAGES: list[tuple[bool, dict[str, Any]]] = [
 
 
 @case(4, few=[IN_STAGES[0], IN_STAGES[2]], every=IN_STAGES)
-def _stages_add_groups_of_which_other_stages_have_nothing(
+def _groups_added_on_one_stage_alone_equal_plain_stages(
     setup: Setup, configurations: list[tuple[bool, dict[str, Any]]]
 ) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
@@ -406,7 +406,9 @@ def _stages_add_groups_of_which_other_stages_have_nothing(
 
 
 @case(4, few=[(True, (2,), 1), (False, (1, 2), 2)], every=[(False, (2,), 1)])
-def _parts_of_added_matrices_meet(setup: Setup, configurations: list[tuple[bool, tuple[int, ...], int]]) -> None:
+def _parts_of_added_matrices_equal_one_device(
+    setup: Setup, configurations: list[tuple[bool, tuple[int, ...], int]]
+) -> None:
     mesh = mesh_of_4()
     data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
     for wraps, late, members in configurations:

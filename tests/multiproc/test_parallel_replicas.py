@@ -68,7 +68,7 @@ def _parts_that_every_rank_keeps_the_state_of_equal_the_plain_optimizer(setup: S
 
 
 @case(8, marks=[pytest.mark.nightly])
-def _two_replicas_of_two_shards_of_two_parts(setup: Setup) -> None:
+def _two_replicas_of_two_shards_of_two_parts_equal_ddp_and_save_once(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     sharers = mesh.get_group("shard")
     for mode in MODES[1:4]:

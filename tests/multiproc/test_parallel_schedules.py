@@ -73,7 +73,9 @@ REFUSED: list[Mode] = [{}, {"overlap": False}, {"stage": 2}, {"stage": 2, "max_g
     few=[*zip((*SINGLE, *LOOPED, *WEIGHTS_APART), 4 * (True, False), STAGES * 3 + STAGES[:1], strict=False)],
     every=[*product((*SINGLE, *LOOPED, *WEIGHTS_APART), (True, False), STAGES)],
 )
-def _stages_without_ddp_under_every_schedule(setup: Setup, configurations: list[tuple[str, bool, Mode]]) -> None:
+def _stages_without_ddp_under_every_schedule_equal_plain_stages(
+    setup: Setup, configurations: list[tuple[str, bool, Mode]]
+) -> None:
     mesh = mesh_of_stages()
     for name, learns, mode in configurations:
         ours, plain = (Piped(mesh, name, wraps=False, learns_shapes=learns) for _ in range(2))
@@ -91,7 +93,7 @@ def _ddp_models_with_given_shapes_under_schedules_of_whole_backward_passes(
 
 
 @case(4, few=[*zip((*SINGLE, *LOOPED), LEARNT, strict=True)], every=[*product((*SINGLE, *LOOPED), LEARNT)])
-def _ddp_models_that_learn_shapes(setup: Setup, configurations: list[tuple[str, Mode]]) -> None:
+def _stages_in_ddp_that_learn_shapes_equal_plain_stages(setup: Setup, configurations: list[tuple[str, Mode]]) -> None:
     """DDP alone fails in the second step under all of these but 1F1B, so plain stages are given their shapes."""
     mesh = mesh_of_stages()
     for name, mode in configurations:

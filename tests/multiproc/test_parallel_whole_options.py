@@ -52,7 +52,7 @@ EVERY = configurations_of(KINDS[1:], SIZES)
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _every_kind_and_mode(setup: Setup) -> None:
+def _every_kind_and_mode_equals_one_device(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in EVERY:
         beside(kind, mesh, sizes, **mode).follow(clip=mode.get("max_grad_norm"))
@@ -113,7 +113,7 @@ IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "ove
     ],
     every=[*(one for one in EVERY if one[1] != EMPTY and one[2] != BOTH), *product(KINDS[1:], SIZES[:2], IN_THE_LOOP)],
 )
-def _scales_of_a_grad_scaler(setup: Setup, configurations: list[Configuration]) -> None:
+def _scales_under_a_grad_scaler_equal_one_device(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in configurations:
         unscaled_in = "the loop" if mode in IN_THE_LOOP else "the step" if "max_grad_norm" in mode else None
@@ -161,7 +161,7 @@ def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list
 
 
 @case(8, few=[(UNEVEN, BOTH)], every=[*product((EVEN, UNEVEN), MODES[1:])])
-def _two_replicas_of_two_shards_of_two_parts(
+def _two_replicas_of_two_shards_of_two_parts_equal_one_device(
     setup: Setup, configurations: list[tuple[tuple[int, int], dict[str, Any]]]
 ) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))

@@ -58,7 +58,7 @@ def _ranks_without_parameters_have_no_state(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _the_owner_of_a_parameter_with_most_elements_owns_no_other(setup: Setup) -> None:
+def _a_parameter_with_most_elements_has_an_owner_of_its_own(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         hand = LooseTwins(
@@ -208,7 +208,7 @@ def _groups_added_between_steps_equal_ddp_and_keep_owners(setup: Setup) -> None:
 
 
 @case(1, 3)
-def _schedulers_and_changed_options(setup: Setup) -> None:
+def _schedulers_and_changed_options_equal_ddp(setup: Setup) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=12)
 

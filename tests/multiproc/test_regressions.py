@@ -273,7 +273,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @case(2)
-def _wrappers_of_other_optimizers(setup: Setup) -> None:
+def _an_optimizer_that_wraps_another_equals_ddp_with_it(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
     parameters = loose(Lookahead, lr=0.1)
     for seed in range(4):
@@ -444,7 +444,7 @@ def _a_layout_that_changes_in_the_middle_of_an_iteration(setup: Setup) -> None:
 
 
 @case(2)
-def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
+def _an_optimizer_is_freed_with_the_users_last_reference(setup: Setup) -> None:
     build_twins(optimizer_case("SGD"))  # what torch imports for the first DDP model leaves a frame behind
     gc.disable()
     for twins in (build_twins(optimizer_case("AdamW foreach")), build_overlapped_twins(optimizer_case("SGD"))):

@@ -118,7 +118,7 @@ def _every_mode_equals_two_plain_optimizers(setup: Setup) -> None:
 
 
 @case(2)
-def _in_stage_1_the_second_does_what_the_refusal_says(setup: Setup) -> None:
+def _a_second_optimizer_in_stage_1_is_refused_and_the_named_remedy_equals_ddp(setup: Setup) -> None:
     for first in ({}, {"sync": "forward"}, {"overlap": False}):
         if "overlap" not in first:
             with pytest.raises(ValueError, match=r"To train by both, .*overlap=False in stage 1.*\[ZERO-206\]$"):
@@ -144,7 +144,7 @@ def _norms_are_those_of_each_optimizers_own_gradients(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _unused_parameters_and_static_graphs(setup: Setup) -> None:
+def _two_optimizers_with_unused_parameters_or_static_graphs_equal_ddp(setup: Setup) -> None:
     both = Both(in_turn, {**SMALL, "find_unused_parameters": True}, {}, {"overlap": False})
     both.train(setup, 4, uses=lambda number: number % 2 == 0)
     Both(in_turn, {**SMALL, "find_unused_parameters": True}, {}, {}).train(setup, 4, uses=lambda step: step % 2 == 0)

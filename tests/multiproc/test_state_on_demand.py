@@ -146,7 +146,7 @@ def _check_until_it_raises(twins: Twins, what: str) -> None:
 
 
 @case(2, 4)
-def _state_dict_between_backward_and_step_is_refused(setup: Setup) -> None:
+def _state_dict_between_backward_and_step_is_the_plain_one_or_refused(setup: Setup) -> None:
     joined = r"got opt\.state_dict\(\) \(rank 0.*Call opt\.step\(\), then save.*\[ZERO-307\]$"
     moved_on = r"Expected rank 1 .* moved on, .* call opt\.step\(\) first.*\[ZERO-602\]$"
     for name in ("AdamW", "clipped", "overlapped", "late sync", "stage 2, standalone"):
@@ -354,7 +354,7 @@ def _state_dict_with_added_groups_frozen_and_strided_parameters_is_the_plain_one
 
 
 @case(2, 3)
-def _state_dict_under_join_is_that_of_the_last_consolidation(setup: Setup) -> None:
+def _state_dict_under_join_has_the_state_of_its_step(setup: Setup) -> None:
     model = DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)
     found: list[dict[str, Any]] = []

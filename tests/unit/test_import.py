@@ -17,7 +17,7 @@ PACKAGE = Path(ddp_zero.__file__).parent
 
 
 @pytest.mark.parametrize("has_numpy", [True, False])
-def test_importing_it_is_silent_even_with_warnings_as_errors_and_loads_nothing_that_few_need(has_numpy: bool) -> None:
+def test_importing_ddp_zero_warns_of_nothing_and_loads_no_heavy_module(has_numpy: bool) -> None:
     heavy = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
     before = "import torch" if has_numpy else "sys.modules['numpy'] = None"
     code = f"import sys; {before}; old = set(sys.modules); from ddp_zero import wrap; "
@@ -31,7 +31,7 @@ def test_it_says_that_it_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_all_is_exactly_what_is_public() -> None:
+def test_all_lists_exactly_the_public_names() -> None:
     found = [
         name for name, value in vars(public).items() if not name.startswith("_") and not isinstance(value, ModuleType)
     ]

@@ -37,7 +37,7 @@ def powers_of_two(smallest: int, largest: int) -> st.SearchStrategy[float]:
     growth_interval=st.integers(1, 4),
     overflows=st.lists(st.booleans(), max_size=40),
 )
-def test_without_patience_it_is_what_grad_scaler_does(
+def test_a_scale_without_patience_equals_that_of_grad_scaler(
     initial: float, growth_factor: float, backoff_factor: float, growth_interval: int, overflows: list[bool]
 ) -> None:
     scale = LossScale(DynamicLossScale(initial, growth_factor, backoff_factor, growth_interval, minimum=TINY))
@@ -90,9 +90,7 @@ def test_its_usual_numbers_are_those_of_grad_scaler() -> None:
 
 
 @given(hysteresis=st.integers(1, 5), growth_interval=st.integers(1, 4), steps=st.text(alphabet="x.", max_size=40))
-def test_patience_postpones_backing_off_and_changes_nothing_else(
-    hysteresis: int, growth_interval: int, steps: str
-) -> None:
+def test_patience_postpones_backing_off_alone(hysteresis: int, growth_interval: int, steps: str) -> None:
     policy = DynamicLossScale(2.0**60, growth_interval=growth_interval, hysteresis=hysteresis, minimum=TINY)
     overflows_since_growth, good = 0, 0
     before, expected = policy.initial, []
@@ -142,7 +140,7 @@ def test_at_its_minimum_it_still_grows_and_then_is_not() -> None:
 
 
 @pytest.mark.parametrize("growth_factor", [2.0, 3.0, 1e30])
-def test_it_never_grows_beyond_what_fp32_can_hold(growth_factor: float) -> None:
+def test_a_scale_grows_up_to_what_fp32_can_hold(growth_factor: float) -> None:
     scale = LossScale(DynamicLossScale(initial=2.0**120, growth_factor=growth_factor, growth_interval=1))
     values = follow(scale, "." * 20)
     assert max(values) <= 2.0**127
@@ -202,7 +200,7 @@ def test_a_number_out_of_range_is_refused_with_its_name_and_value(name: str, val
     ("name", "value"),
     [("initial", "x"), ("growth_factor", True), ("growth_interval", 2.5), ("hysteresis", True), ("minimum", None)],
 )
-def test_what_is_no_number_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
+def test_arguments_that_are_no_numbers_are_refused_with_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^Expected {name} to be an? .*got {value!r}"):
         DynamicLossScale(**{name: value})
 

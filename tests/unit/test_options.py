@@ -11,7 +11,7 @@ from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import NONFINITE, Nonfinite, Offload, StepOptions, check_max_grad_norm
 
 
-def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
+def test_default_options_are_off_and_no_step_waits() -> None:
     options = StepOptions()
     assert dataclasses.asdict(options) == {
         "max_grad_norm": None,
@@ -86,9 +86,7 @@ REFUSED: list[tuple[str, list[Any], type[Exception], str]] = [
     ("name", "value", "kind", "message"),
     [(name, value, kind, told.format(name)) for name, values, kind, told in REFUSED for value in values],
 )
-def test_an_option_out_of_range_or_of_another_type_is_refused_with_its_value(
-    name: str, value: Any, kind: type[Exception], message: str
-) -> None:
+def test_wrong_options_are_refused_with_their_value(name: str, value: Any, kind: type[Exception], message: str) -> None:
     checks: list[Callable[[Any], object]] = [lambda value: StepOptions(**{name: value})]
     for refused in [*checks, check_max_grad_norm] if name == "max_grad_norm" else checks:
         with pytest.raises(kind, match=message) as raised:
@@ -135,6 +133,6 @@ def test_offload_is_a_place_or_options_for_one() -> None:
         (lambda: Offload(buffers=_FLOAT), TypeError, r"buffers to be an int, got 1\.0"),
     ],
 )
-def test_offload_refuses(build: Any, kind: type[Exception], message: str) -> None:
+def test_wrong_offload_options_are_refused(build: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         build()

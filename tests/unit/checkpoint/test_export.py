@@ -105,7 +105,7 @@ def test_names_of_any_characters_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_the_header_is_padded_whatever_its_length(length: int, tmp_path: Path) -> None:
+def test_headers_of_any_length_are_padded_and_parsed(length: int, tmp_path: Path) -> None:
     export(save(tmp_path / "runs", buffers(**{"x" * length: torch.ones(1)})), tmp_path)
     assert list(parsed(tmp_path / MODEL_FILE)) == ["x" * length]
 
@@ -216,7 +216,7 @@ def test_state_that_belongs_to_no_parameter_is_exported(tmp_path: Path) -> None:
     assert loaded(tmp_path / OPTIMIZER_FILE)["state"]["calls"] == 12
 
 
-def test_without_an_optimizer_there_is_no_file_of_it(tmp_path: Path) -> None:
+def test_export_without_an_optimizer_writes_the_model_alone(tmp_path: Path) -> None:
     assert export(save(tmp_path / "runs", trained()[0]), tmp_path / "plain") == [tmp_path / "plain" / MODEL_FILE]
     assert [path.name for path in (tmp_path / "plain").iterdir()] == [MODEL_FILE]
 
@@ -246,7 +246,7 @@ def test_files_are_replaced_in_one_moment(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == sorted([MODEL_FILE, OPTIMIZER_FILE])
 
 
-def test_of_a_damaged_checkpoint_nothing_is_written(tmp_path: Path) -> None:
+def test_export_of_a_damaged_checkpoint_changes_no_file(tmp_path: Path) -> None:
     model, optimizer = trained()
     folder = save(tmp_path / "runs", model, optimizer)
     files = export(folder, tmp_path / "plain")
@@ -308,7 +308,7 @@ def a_file_for_a_folder(folder: Path, out: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [a_damaged_marker, a_damaged_part, no_tensors, a_file_for_a_folder])
-def test_what_is_wrong_is_told_by_the_command_in_one_line(
+def test_the_export_command_prints_an_error_in_one_line(
     spoil: Callable[[Path, Path], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

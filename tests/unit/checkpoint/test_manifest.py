@@ -114,7 +114,7 @@ def test_text_that_no_file_can_hold_is_refused() -> None:
     ],
     ids=lambda text: repr(text[:40]),
 )
-def test_what_is_no_part_is_refused(text: str) -> None:
+def test_text_that_is_no_part_is_refused(text: str) -> None:
     assert_refused(text)
 
 
@@ -346,7 +346,7 @@ def test_text_that_was_scribbled_into_is_refused_or_harmless(data: st.DataObject
 # Trees of stored tensors
 
 
-def test_what_cannot_be_saved_is_told_with_where_it_is_and_what_to_do() -> None:
+def test_a_value_that_needs_pickle_is_refused_with_its_place_and_the_remedy() -> None:
     with pytest.raises(TypeError) as caught:
         text_and_tensors({"extra": [1, {"rng": object()}]}, "a checkpoint")
     message = str(caught.value)

@@ -56,14 +56,14 @@ def test_rows_of_parts_are_boxes_of_value_and_state_in_any_order_of_memory(held:
         assert torch.equal(whole, sign * held)
 
 
-def test_a_row_of_what_a_rank_holds_of_a_larger_tensor_lies_in_that() -> None:
+def test_rows_of_a_chunk_have_the_shape_of_the_whole_and_the_chunks_place() -> None:
     held, norm = torch.ones(2, 3), torch.ones(2, 2)
     rows = rows_of("w", held, {"exp_avg": torch.zeros(2, 3), "norm": norm}, (4, 3), Chunk((2, 0), (2, 3)))
     assert [(*one[:2], *one[3:]) for one in rows[:2]] == [("w", key, (4, 3), None, (2, 0)) for key in (None, "exp_avg")]
     assert rows[2:] == [Row("w", "norm", norm)]
 
 
-def test_rows_of_what_one_rank_has_whole_are_its_values() -> None:
+def test_rows_of_a_whole_parameter_are_its_values() -> None:
     held = torch.ones(2, 3)
     state: dict[Any, Any] = {"exp_avg": torch.zeros(2, 3), "step": 3}
     for chunk in (None, Chunk((0, 0), (2, 3))):
@@ -85,7 +85,7 @@ def stored(folder: Path, whole: Tensor = WHOLE) -> StoredTensor:
 
 
 @pytest.mark.parametrize("whole", [WHOLE, WHOLE.view(6, 4).t()])
-def test_any_box_is_read_whatever_was_written_and_into_any_memory(tmp_path: Path, whole: Tensor) -> None:
+def test_a_tensor_stored_in_pieces_is_read_whole_and_by_boxes_into_any_memory(tmp_path: Path, whole: Tensor) -> None:
     cut = stored(tmp_path, whole)
     found = read(tmp_path, cut, CPU)
     assert torch.equal(found, whole)

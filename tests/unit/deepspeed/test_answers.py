@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "from-deepspeed.md"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_here_or_has_another_way(name: str) -> None:
+def test_every_name_of_deepspeeds_engine_is_here_or_has_a_replacement(name: str) -> None:
     found = [hasattr(Engine, name), name in SETTINGS, way_here(name) is not None]
     assert sum(found) == 1, f"a method, a setting, elsewhere: {found}"
 

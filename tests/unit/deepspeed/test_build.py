@@ -61,7 +61,7 @@ BF16 = {"bf16": {"enabled": True}}
         ),
     ],
 )
-def test_options_of_stage_1(given: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_keys_change_the_options_of_stage_1(given: dict[str, Any], changed: dict[str, Any]) -> None:
     assert options(**given) == BASE | changed
 
 
@@ -75,7 +75,7 @@ def test_options_of_stage_1(given: dict[str, Any], changed: dict[str, Any]) -> N
         ({"communication_data_type": "fp32"}, {}),
     ],
 )
-def test_options_of_stage_2(given: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_keys_change_the_options_of_stage_2(given: dict[str, Any], changed: dict[str, Any]) -> None:
     base = {name: value for name, value in BASE.items() if name != "accumulate_in_fp32"}
     assert options(2, **given) == base | {"stage": 2} | changed
 
@@ -127,7 +127,7 @@ def test_one_cycle_sets_the_betas_of_adam_and_leaves_sgd_alone() -> None:
     assert "betas" not in optimizer.param_groups[0]
 
 
-def test_schedules_of_torch_and_unknown_ones() -> None:
+def test_build_schedule_takes_torchs_classes_and_refuses_unknown_names() -> None:
     optimizer = sgd(1.0)
     assert type(build_schedule("StepLR", {"step_size": 2}, optimizer)).__name__ == "StepLR"
     with pytest.raises(ConfigError, match="did you mean 'WarmupLR'"):

@@ -96,7 +96,7 @@ def gradients() -> list[Tensor]:
     return [torch.randn(4, 3, generator=generator) for _ in range(3)]
 
 
-def test_lion_by_its_formula() -> None:
+def test_lion_equals_its_formula() -> None:
     param = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
     value, momentum = param.detach().clone(), torch.zeros(4, 3)
     for grad in gradients():
@@ -109,7 +109,7 @@ def test_lion_by_its_formula() -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(("least", "most"), [(0.01, 10.0), (0.5, 0.6)])
-def test_lamb_by_its_formula(inside: bool, least: float, most: float) -> None:
+def test_lamb_equals_its_formula(inside: bool, least: float, most: float) -> None:
     param = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
     value, mean, square = param.detach().clone(), torch.zeros(4, 3), torch.zeros(4, 3)
     for step, grad in enumerate(gradients(), start=1):

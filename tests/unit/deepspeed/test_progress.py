@@ -93,7 +93,9 @@ def test_only_rank_0_writes_and_only_where_it_is_asked_to(
     assert capsys.readouterr().out == ""
 
 
-def test_without_tensorboard_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_that_is_not_installed_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
     with pytest.raises(
         ConfigError, match=r"needs the package tensorboard\. pip install tensorboard, or use csv_monitor"

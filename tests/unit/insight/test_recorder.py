@@ -75,7 +75,7 @@ def test_a_ring_holds_the_last_events_in_order(ring: RecentSpans) -> None:
     assert all(event.begun <= event.ended for event in ring.events())
 
 
-def test_an_event_of_another_thread_that_goes_on_stays_in_the_ring(ring: RecentSpans) -> None:
+def test_an_open_event_of_another_thread_stays_in_the_ring(ring: RecentSpans) -> None:
     recorder, begun, may_end = Recorder(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -157,7 +157,7 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Recent
     assert recorder.totals["reduce"] == sum(one.ended - one.begun for one in of_reduce)
 
 
-def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_one(ring: RecentSpans) -> None:
+def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_optimizer(ring: RecentSpans) -> None:
     mine, other = Recorder(), Recorder()
 
     def act() -> None:
@@ -227,7 +227,7 @@ def test_an_error_that_an_act_notes_and_keeps_to_itself_ends_nothing(ring: Recen
     assert [(one.phase, one.failed) for one in ring.events()] == [("step", True), ("local_step", True), ("sync", False)]
 
 
-def test_a_sequence_gives_its_acts_what_it_is_given_and_marks_their_ends_on_a_device(ring: RecentSpans) -> None:
+def test_a_sequence_passes_its_argument_to_all_acts_and_marks_their_ends_on_a_device(ring: RecentSpans) -> None:
     for clock in (None, Device()):
         recorder, done = Recorder(), list[int]()
         recorder.clock = clock

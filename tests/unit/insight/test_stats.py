@@ -10,7 +10,7 @@ from ddp_zero.insight.agreement import find_diverging
 from ddp_zero.insight.stats import EXPOSED, OnDevice, ReadLater, difference, seconds
 
 
-def test_seconds_are_those_of_the_phases_and_what_is_exposed_is_the_sum_of_waits() -> None:
+def test_seconds_are_those_of_the_phases_and_exposed_communication_is_the_sum_of_waits() -> None:
     found = seconds({"wait_reduce": 2_000_000_000, "wait_sync": 500_000_000, "wait_errors": 1_000_000, "step": 7})
     assert found["wait_reduce_s"] == 2.0
     assert found["wait_sync_s"] == 0.5
@@ -19,7 +19,7 @@ def test_seconds_are_those_of_the_phases_and_what_is_exposed_is_the_sum_of_waits
     assert "step" not in EXPOSED
 
 
-def test_a_difference_counts_what_is_new_from_zero() -> None:
+def test_difference_takes_a_missing_number_as_zero() -> None:
     assert difference({"sent": 5, "sync": 7}, {"sent": 3}) == {"sent": 2, "sync": 7}
 
 

@@ -31,13 +31,13 @@ def test_of_ranks_with_the_same_elements_the_one_with_the_state_writes() -> None
     assert [layout.written_by(rank) for rank in range(4)] == [{"b"}, {"w"}, {"w"}, set()]
 
 
-def test_ranks_that_share_a_state_write_it_together_and_those_of_another_group_do_not() -> None:
+def test_a_state_is_written_by_the_ranks_of_its_first_group_alone() -> None:
     """Groups may have cut their states at different elements."""
     layout = laid_out(*(Statement({"w": entry(writers=first)}) for first in (0, 1, 0, 1)))
     assert [layout.written_by(rank) for rank in range(4)] == [{"w"}, set(), {"w"}, set()]
 
 
-def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -> None:
+def test_values_without_state_are_spread_over_ranks_and_buffers_are_written_by_the_first() -> None:
     values = {"a": entry(weight=9), "b": entry(weight=1), "seen": entry(weight=5)}
     layout = laid_out(Statement(values, buffers=["seen"]), Statement(values, buffers=["seen"]))
     assert layout.written_by(0) | layout.written_by(1) == set(values)
@@ -57,7 +57,7 @@ def test_the_first_rank_with_the_state_of_a_whole_writes_it() -> None:
     assert [layout.whole_states_of(rank) for rank in range(4)] == [set(), set(), {"w"}, set()]
 
 
-def test_names_that_only_other_ranks_have_are_known() -> None:
+def test_only_elsewhere_lists_the_names_of_other_ranks_alone() -> None:
     layout = laid_out(Statement({"a": entry(), "b": entry()}, ["x"]), Statement({"a": entry(), "c": entry()}))
     assert layout.only_elsewhere(0) == {"c"}
     assert layout.only_elsewhere(1) == {"b", "x"}
@@ -73,7 +73,9 @@ def test_names_that_only_other_ranks_have_are_known() -> None:
         (half(0), entry(), r"got elements \[0:2\] and \[0:4\], which overlap: \[0:2\] on rank 0; \[0:4\] on rank 1"),
     ],
 )
-def test_what_does_not_fit_together_is_named(first: Entry, second: Entry, said: str) -> None:
+def test_entries_that_contradict_each_other_are_refused_with_their_names(
+    first: Entry, second: Entry, said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         laid_out(Statement({"w": first}), Statement({"w": second}))
 

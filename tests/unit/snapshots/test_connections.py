@@ -149,7 +149,7 @@ def test_a_malformed_request_ends_its_conversation_with_one_line(
         pass  # it listens on
 
 
-def test_a_listener_outlives_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_accepts_again_after_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
 
     def fails_at_first(listener: socket.socket) -> Any:
@@ -201,7 +201,7 @@ def test_a_client_that_trickles_bytes_gets_no_longer_handshake(monkeypatch: pyte
     assert wait_until(lambda: not [one for one in threading.enumerate() if one.name == connections.NAME])
 
 
-def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_one_machine_is_bound_to_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert bound_host("localhost") in ("127.0.0.1", "::1")
     assert bound_host("10.1.2.3") is None
@@ -217,7 +217,7 @@ def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPat
         assert port.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_caller_keeps_who_answers_until_it_hangs_up() -> None:
+def test_an_open_connection_keeps_its_answering_object_alive() -> None:
     before = set(threading.enumerate())
     echo: Echo | None = Echo()
     address = listen(echo, None, HANG)  # type: ignore[arg-type]

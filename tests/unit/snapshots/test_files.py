@@ -102,7 +102,9 @@ def test_a_seal_that_cannot_be_one_is_refused(change: Callable[[dict[str, object
         Seal.of_text(text.replace('"step": 7', '"step": 8'), "x")
 
 
-def test_what_is_no_file_or_too_short_or_misnamed_is_left_out(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_holdings_leave_out_short_missing_linked_and_misnamed_parts(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     staged_part(root)
     folder = rank_folder(root, 0) / "a"
     tensors = folder / "__0_0.distcp"
@@ -154,7 +156,7 @@ def test_memory_that_the_file_system_lacks_is_refused(root: Path) -> None:
     assert bytes_in(root) == 0
 
 
-def test_a_rank_that_was_kept_out_waits_for_another_one_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_gave_up_on_the_lock_waits_for_a_later_holder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience ends once for the process that does not let go, not for ranks that hold the lock for a moment."""
     monkeypatch.setattr(memory_files, "GRACE", 0.0)
     mine, theirs = Budget(root, None, patience=0.0), Budget(root, None)

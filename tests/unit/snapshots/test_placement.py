@@ -23,7 +23,9 @@ LATE, FAILED, KEPT, COPIED = Progress
         ("abcd", 2, [[1, 2], [2, 3], [3, 0], [0, 1]]),
     ],
 )
-def test_copies_go_to_other_hosts_if_there_are_any(hosts: str, copies: int, expected: list[list[int]]) -> None:
+def test_receivers_of_copies_are_on_other_hosts_if_there_are_any(
+    hosts: str, copies: int, expected: list[list[int]]
+) -> None:
     assert receivers(hosts, copies) == expected
 
 
@@ -72,7 +74,7 @@ def seal(rank: int, step: int = 10, world_size: int = 2, part: str = "0", name: 
     return Seal(name or f"{'f' * 32}-{step}", step, world_size, rank, part * 64, 100)
 
 
-def test_the_newest_snapshot_of_which_all_parts_are_somewhere_is_found() -> None:
+def test_newest_complete_finds_the_newest_snapshot_with_all_parts() -> None:
     old, new = [seal(rank) for rank in range(2)], [seal(rank, 20) for rank in range(2)]
     found, reasons = newest_complete({"a": [*old, new[0]], "b": [new[1], old[0]]})
     assert found is not None
@@ -86,7 +88,7 @@ def test_the_newest_snapshot_of_which_all_parts_are_somewhere_is_found() -> None
     assert newest_complete({"a": [old[0]]}) == (None, ["snapshot of step 10: no part of rank 1 of 2"])
 
 
-def test_parts_that_contradict_each_other_are_no_snapshot() -> None:
+def test_newest_complete_leaves_out_snapshots_with_contradictory_parts() -> None:
     name = f"{'f' * 32}-10"
     for other in (seal(1, part="1"), seal(1, world_size=3, name=name), seal(1, step=11, name=name)):
         found, reasons = newest_complete({"a": [seal(0), seal(1)], "b": [other]})

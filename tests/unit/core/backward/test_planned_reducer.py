@@ -220,7 +220,7 @@ def test_a_forward_pass_in_evaluation_leaves_the_reducer_unprepared() -> None:
 
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_install_frees_ddps_reducer_and_removal_builds_another(as_views: bool, options: dict[str, Any]) -> None:
+def test_install_frees_ddps_reducer_and_detach_builds_another(as_views: bool, options: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(Layers(0, 1, 2), gradient_as_bucket_view=as_views, **options)
     plain, own = Layers(0, 1, 2), weakref.ref(reducer_of(ddp))
     opt = shard_optimizer(ddp, SGD, stage=2, overlap=False, lr=0.1)

@@ -31,7 +31,9 @@ NATIVE = Setting("AdamW", is_elementwise=True, world_size=8, exchange="native")
         ({"exchange": "ring", "clips": True, "stage": 2}, "parameters", "last bits"),
     ],
 )
-def test_the_choice(changed: dict[str, Any], expected: str, why: str) -> None:
+def test_choose_partition_cuts_where_it_shortens_a_step_and_says_why(
+    changed: dict[str, Any], expected: str, why: str
+) -> None:
     found = choose_partition(replace(NATIVE, **changed))
     assert found.name == expected
     assert found.cuts is (expected == "elements")

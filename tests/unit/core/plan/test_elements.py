@@ -112,7 +112,9 @@ def test_parameters_that_are_added_leave_the_others_where_they_are() -> None:
         (pieces((0, 0, 0)), pieces((1, 0, 0)), [(0, 1, 0, 0)]),
     ],
 )
-def test_what_moves(before: Pieces, after: Pieces, expected: list[tuple[int, int, int, int]]) -> None:
+def test_moves_lists_the_elements_that_change_owner(
+    before: Pieces, after: Pieces, expected: list[tuple[int, int, int, int]]
+) -> None:
     found = [move for move in moves(before, after) if move.source != move.target]
     assert found == [Move(GroupRank(s), GroupRank(t), start, stop) for s, t, start, stop in expected]
 

@@ -27,7 +27,7 @@ def planned(partition: Partition, numels: Sequence[int], ranks: int, layout: Seq
     return partition.plan(owned, layout, CAP_BYTES)
 
 
-def test_the_figure_of_the_docstring() -> None:
+def test_even_parts_of_the_docstrings_figure_are_planned_so() -> None:
     plan = planned(EVEN, [200, 100, 500], 2, [[2, 1, 0]])
     first, second = plan.buckets[0].segments
     assert plan.pieces[2] == (Piece(GroupRank(0), 0, 64), Piece(GroupRank(1), 64, 500))
@@ -55,7 +55,7 @@ def test_parts_are_equal_and_cut_where_kernels_round_alike(seed: int) -> None:
             assert start == stop or start % GRAIN == offset % GRAIN == 0
 
 
-def test_pieces_of_other_buckets_lie_end_to_end() -> None:
+def test_a_bucket_of_pieces_cut_for_another_bucket_has_no_gaps() -> None:
     """As where a parameter was frozen since: what ranks own stays."""
     specs = specs_of([6400, 6400, 6400])
     owned = EVEN.assign(specs, 2, CAP_BYTES)
@@ -76,7 +76,7 @@ def test_a_plan_refuses_even_segments_that_overlap_or_differ() -> None:
             replace(plan, buckets=(bucket,))
 
 
-def test_a_changed_layout_has_another_digest() -> None:
+def test_even_and_uneven_layouts_have_different_digests() -> None:
     """Ranks that lay a bucket out in different ways must not exchange it."""
     numels = [640, 640]
     assert planned(EVEN, numels, 2, [[0, 1]]).digest() != planned(CUT, numels, 2, [[0, 1]]).digest()
@@ -102,7 +102,7 @@ LLAMA_7B = [
         (EVEN, "of 256 MiB", 44, 0, 44, 44),
     ],
 )
-def test_collectives_of_a_7b_model(
+def test_a_7b_model_has_the_listed_collectives_and_padding(
     partition: Partition, buckets: str, count: int, single_owner_buckets: int, padded_buckets: int, even_buckets: int
 ) -> None:
     """Whole parameters make no bucket a reduce-scatter; even parts make each bucket one, in place, without padding."""

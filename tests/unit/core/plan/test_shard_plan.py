@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
 # The plan that is built
 
 
-def test_the_figure_in_the_docstring_is_what_the_code_makes() -> None:
+def test_the_figure_in_the_docstring_equals_the_plan() -> None:
     elements = [8, 4, 6, 2, 4, 6, 2]
     owners = partition_greedy([4 * numel for numel in elements], 2)
     plan = plan_standalone([spec(numel) for numel in elements], owners, 2, bucket_cap_bytes=64)
@@ -100,7 +100,7 @@ def test_the_figure_in_the_docstring_is_what_the_code_makes() -> None:
 
 
 @given(cases())
-def test_active_parameters_travel_once_with_their_owner_and_kind_and_dormant_ones_do_not(case: Case) -> None:
+def test_each_active_parameter_is_in_one_segment_of_its_owner_and_kind(case: Case) -> None:
     plan = case.plan()
     travelling = [
         (param, segment.owner, bucket.kind)
@@ -152,7 +152,7 @@ def drawn(plan: ShardPlan) -> list[tuple[str, list[tuple[int, ...]]]]:
     return [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in plan.buckets]
 
 
-def test_each_bucket_of_ddp_is_a_bucket_at_its_place_and_what_ddp_does_not_reduce_comes_after() -> None:
+def test_plan_for_ddp_has_ddps_buckets_in_order_and_then_the_other_parameters() -> None:
     kinds = ["cpu/float32"] * 6 + ["cpu/bfloat16"] * 3
     specs = [spec(numel, kind) for numel, kind in zip([4, 3, 7, 5, 2, 6, 2, 8, 1], kinds, strict=True)]
     for dormant in (3, 4):  # one in a bucket of DDP, one outside
@@ -269,7 +269,7 @@ def test_parameters_in_no_bucket_keep_their_owner_and_weigh_nothing(split: bool)
     split=st.booleans(),
     data=st.data(),
 )
-def test_loads_differ_by_one_item_at_most_whatever_the_owners_were(
+def test_loads_differ_by_one_item_at_most_from_any_owners_before(
     sizes: list[int], world_size: int, split: bool, data: st.DataObject
 ) -> None:
     """An item is a parameter, or a whole bucket; the bound holds from the first bucket on, since loads are carried."""

@@ -21,12 +21,12 @@ def test_a_frame_survives_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xff", b"null"])
-def test_what_is_no_frame_is_refused(body: bytes) -> None:
+def test_decode_frame_refuses_other_bytes(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"Expected a frame|Expecting|decode"):
         decode_frame(body)
 
 
-def test_a_tree_arrives_bit_for_bit_with_its_strides() -> None:
+def test_a_sent_tree_equals_the_received_one_with_its_strides() -> None:
     big = torch.randn(300, 1000)
     tree = {
         "step": torch.tensor(3.0),

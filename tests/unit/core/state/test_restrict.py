@@ -72,7 +72,7 @@ def test_a_rank_keeps_the_state_that_it_owns_under_ids_of_its_own() -> None:
     assert [group["lr"] for group in rank.inner.param_groups] == [1e-3, 0.25]
 
 
-def test_ids_are_whatever_the_file_says_and_parameters_go_by_position() -> None:
+def test_restrict_matches_parameters_by_position_with_any_ids() -> None:
     whole = trained()
     renamed = copy.deepcopy(whole)
     renamed["param_groups"][0]["params"] = [30, 10, 20]

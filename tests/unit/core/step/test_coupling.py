@@ -69,7 +69,7 @@ def step(watch: CouplingWatch, inner: Any, change: Callable[[], object]) -> None
     watch.step_ends(has_failed=False)
 
 
-def test_who_stepped_nothing_of_a_group_takes_over_its_options_of_any_kind() -> None:
+def test_a_rank_that_stepped_nothing_of_a_group_takes_its_options_from_others() -> None:
     """As ranks that have no gradient, or no parameter, of the group; also in steps that are not looked at."""
 
     def body(peer: Peer) -> list[Any]:
@@ -185,7 +185,7 @@ def test_an_optimizer_that_fails_on_a_part_of_the_parameters_is_refused_with_its
         check_shardable(AllOrNothing, lr=0.1)
 
 
-def test_arguments_of_check_shardable() -> None:
+def test_check_shardable_refuses_wrong_arguments() -> None:
     with pytest.raises(NotImplementedError, match="LBFGS"):
         check_shardable(torch.optim.LBFGS)
     with pytest.raises(TypeError, match="lrr"):

@@ -54,7 +54,7 @@ def skipped() -> StepRecord:
     )
 
 
-def test_nothing_is_read_from_the_device_to_make_compare_hash_or_represent_a_record() -> None:
+def test_making_comparing_and_printing_a_record_reads_no_value_from_the_device() -> None:
     record = on_device()
     assert record == on_device()
     assert hash(record) == hash(on_device())

@@ -135,7 +135,7 @@ def test_a_large_state_on_the_host_is_not_copied(stream: Stream) -> None:
     assert (run.seen(1), run.seen(2)) == (None, (2.0, 2))
 
 
-def test_nothing_is_kept_or_asked_where_nobody_reads(stream: Stream) -> None:
+def test_without_readers_no_versions_are_kept_and_no_events_are_queried(stream: Stream) -> None:
     run = Run()
     run.changes.keeps_versions = False
     for _ in range(3):

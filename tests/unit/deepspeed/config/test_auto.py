@@ -101,7 +101,7 @@ def test_all_mismatches_are_in_one_error() -> None:
     ]
 
 
-def test_no_warm_up_is_one_step_of_it() -> None:
+def test_zero_warm_up_steps_are_filled_in_as_one() -> None:
     auto = Auto({"scheduler": {"params": {"warmup_num_steps": "auto"}}})
     auto.fill_steps(100, 0)
     assert auto.document == {"scheduler": {"params": {"warmup_num_steps": 1}}}

@@ -89,7 +89,7 @@ def test_every_key_has_one_row_and_every_block_a_row_of_its_own() -> None:
         ),
     ],
 )
-def test_what_becomes_of_a_key(document: dict[str, Any], expected: dict[str, Kind]) -> None:
+def test_every_key_has_the_listed_kind(document: dict[str, Any], expected: dict[str, Kind]) -> None:
     assert kinds(document) == expected
 
 
@@ -121,7 +121,7 @@ def test_all_unknown_keys_and_all_refused_ones_are_listed() -> None:
     assert "FSDP2" in str(remedies.value)
 
 
-def test_what_deepspeed_ignores_is_told_once_and_trains(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     document = {
         "train_batch_size": 8,
         "comms_config": {"comms_logger": {"enabled": True}},
