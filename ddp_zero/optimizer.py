@@ -554,7 +554,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
         self._attachment.check_may_save("opt.state_dict()")
-        return self._states.state_dict(super().state_dict, self._engine.others_may_step)
+        return self._states.state_dict(super().state_dict, self._attachment.others_may_step)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.

@@ -180,9 +180,11 @@ class ShardedState(OptimizerState):
         found = {}
         for one in self._members:
             states = one.states.owned_state()
-            for index, part in one.shares().items():
+            shares = one.shares()
+            births = one.states.births_of(shares)
+            for index, part in shares.items():
                 number = one.numbers[index]
-                step, place = one.states.birth_of(index)
+                step, place = births[index]
                 birth = step, place if len(self._members) == 1 else number
                 found[number] = Holding(part, states.get(index), birth)
         return found

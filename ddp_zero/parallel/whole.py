@@ -20,7 +20,6 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, ClassVar, cast
 
@@ -31,7 +30,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.comm import Communicator, StepFailedElsewhereError
 from ddp_zero.core.local import MASTER_KEY, ParameterTable, SteppedTogether, StepsWithPeers, deal_by_cost
 from ddp_zero.core.plan import GroupRank
-from ddp_zero.values import flatten_state
+from ddp_zero.values import flatten_states
 
 PART_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
@@ -135,7 +134,7 @@ class StateRoutes:
                     "Load on each rank the state dict that was saved on that rank. [ZERO-817]"
                 )
             if givers == [cut.comm.group_rank] and not cut.is_here:
-                flatten_state(self._states[index], partial(self._table.label, index))
+                flatten_states({index: self._states[index]}, self._table.label)
 
     def carry_out(self) -> dict[Any, Any]:
         """Send each state to its host, and return the states of this rank, by index. A collective."""

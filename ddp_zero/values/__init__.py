@@ -10,7 +10,7 @@ from ddp_zero.values.tree import (
     check_declared,
     fill,
     flatten,
-    flatten_state,
+    flatten_states,
     memory_of,
     restore,
     specs_in,
@@ -20,5 +20,5 @@ from ddp_zero.values.tree import (
 
 __all__ = ["LiveModel", "by_group", "ddp_models_in", "group_of", "is_extra", "the_ddp_model_in"]
 __all__ += ["Chunk", "Part", "Value", "boxes_of", "own_state", "part_of"]
-__all__ += ["TensorSpec", "Tree", "check_declared", "fill", "flatten", "flatten_state", "memory_of", "restore"]
+__all__ += ["TensorSpec", "Tree", "check_declared", "fill", "flatten", "flatten_states", "memory_of", "restore"]
 __all__ += ["specs_in", "state_class", "unflatten"]

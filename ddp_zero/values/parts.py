@@ -102,5 +102,10 @@ def join_parts(parts: Sequence[tuple[Part, Any]], param: Tensor, want: Part) -> 
     return found
 
 
+def join_states(found: Mapping[int, Sequence[tuple[Part, Any]]], params: Sequence[Tensor]) -> dict[int, Any]:
+    """The states of whole parameters, by index, from those of the parts of each."""
+    return {index: join_parts(parts, params[index], None) for index, parts in found.items()}
+
+
 def _is_per_element(value: Any, param: Tensor, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == shape_of(param.shape, part)

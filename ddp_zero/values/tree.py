@@ -114,6 +114,17 @@ def specs_in(text: str) -> list[TensorSpec]:
     return [specs[place] for place in range(len(specs))]
 
 
+def allocate(specs: Sequence[TensorSpec]) -> tuple[list[Tensor], list[memoryview]]:
+    """Empty tensors on the host for those that are about to arrive, and the bytes of each in the order of memory."""
+    tensors = [
+        torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        if spec.stride is None
+        else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+        for spec in specs
+    ]
+    return tensors, [memory_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)) for tensor in tensors]
+
+
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
     """Rebuild the tree, with these tensors or their stand-ins in its numbered places; see `restore`."""
     return _build(json.loads(text), lambda one: tensors[one["tensor"]])
@@ -126,7 +137,8 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
         wait_for(value, on_host=True)  # its type is plain from then on
     if type(value) in (Tensor, torch.nn.Parameter) and _can_travel(value):
         tensors.append(value.detach().resolve_conj().resolve_neg())
-        stride = list(value.stride()) if is_dense(value.shape, value.stride()) else None
+        is_whole = value.is_contiguous() or is_dense(value.shape, value.stride())
+        stride = list(value.stride()) if is_whole else None
         spec = [list(value.shape), stride, _dtype_name(value.dtype), value.device.type]
         return {"tensor": len(tensors) - 1, "spec": spec}
     if isinstance(value, torch.dtype):
@@ -225,22 +237,26 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def memory_of(plain: Tensor) -> memoryview:
     """The elements of a contiguous CPU tensor as bytes; they keep the tensor alive."""
     if not plain.nbytes:
-        return memoryview(b"")
+        return memoryview(bytearray())
     memory = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())
     memory.owner = plain  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
-def flatten_state(state: Any, label: Callable[[], str]) -> Flat:
-    """The state as it is sent; TypeError, with the name that ``label`` gives the parameter, if it cannot be."""
-    try:
-        return flatten(state)
-    except TypeError as error:
-        message = (
-            f"Expected a state that can be sent without pickle for {label()}. {error} Declare the class by "
-            "ddp_zero.state_class(...) on every rank; it may be now."
-        )
-        raise TypeError(coded(message, "[ZERO-611]")) from error
+def flatten_states(states: Mapping[int, Any], label: Callable[[int], str]) -> Flat:
+    """A dict of states as it is sent; TypeError, with the name that ``label`` gives the key, if one cannot be."""
+    tensors: list[Tensor] = []
+    items: list[Any] = []
+    for index, state in states.items():
+        try:
+            items.append([index, _encode(state, tensors, "")])
+        except TypeError as error:
+            message = (
+                f"Expected a state that can be sent without pickle for {label(index)}. {error} Declare the class by "
+                "ddp_zero.state_class(...) on every rank; it may be now."
+            )
+            raise TypeError(coded(message, "[ZERO-611]")) from error
+    return json.dumps({"dict": items}), tensors
 
 
 def _can_travel(tensor: Tensor) -> bool:

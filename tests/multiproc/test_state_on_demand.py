@@ -474,9 +474,11 @@ def _a_rank_that_has_moved_on_is_named(setup: Setup) -> None:
 
 
 @case(2)
+@mock.patch("ddp_zero.core.state.gather.MESSAGE_BYTES", 1)  # so that each parameter's state is a message
 def _a_rank_that_changes_while_it_sends_is_named(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
+    check(twins, "in several messages")
     dist.barrier()
     sent: list[int] = []
 
@@ -635,6 +637,7 @@ def test_a_rank_that_is_gone_is_named_within_the_time_out() -> None:
         assert asked.result < (15 if ending == "killed" else 3 * TIME_OUT), ending
 
 
+@mock.patch("ddp_zero.core.state.gather.MESSAGE_BYTES", 1)
 def _reads_for_longer_than_the_time_out(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)

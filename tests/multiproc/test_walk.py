@@ -21,9 +21,9 @@ BOUNDS = {
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 55),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
     "`opt.step()` standalone": (27, 102, 233),
-    "`state_dict()`": (17, 114, 418),
-    "`checkpoint.save`": (27, 333, 1853),
-    "`checkpoint.load`": (35, 591, 2570),
+    "`state_dict()`": (15, 40, 285),
+    "`checkpoint.save`": (27, 302, 1853),
+    "`checkpoint.load`": (35, 577, 2570),
     "`deepspeed.initialize`": (83, 717, 1472),
     "an iteration of its engine": (46, 331, 526),
 }

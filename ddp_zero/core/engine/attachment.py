@@ -276,6 +276,11 @@ class Attachment:
         # raised in backward, it would leave DDP in the middle of a pass, which it cannot run again
         self.shard.table.check_sizes(self.shard.param_groups)
 
+    def others_may_step(self) -> bool:
+        """True if there are gradients with which other ranks may step without this rank."""
+        waits = self.hook is None or self.hook.machine.is_waiting
+        return waits and self.shard.table.has_gradients() and not self.joins
+
     def check_before_step(self, what: str) -> None:
         """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""
         if self.hook is not None:

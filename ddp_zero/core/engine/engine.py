@@ -320,12 +320,6 @@ class Engine:
 
     # Between backward and the step
 
-    def others_may_step(self) -> bool:
-        """True if there are gradients with which other ranks may step without this rank."""
-        hook = self.attachment.hook
-        waits = hook is None or hook.machine.is_waiting
-        return waits and self.gradients.are_there() and not self.attachment.joins
-
     def check_between_steps(self) -> None:
         """RuntimeError if a step inside backward is under way or not joined, or due in a loop that may not join it.
 
@@ -342,7 +336,7 @@ class Engine:
         if hook is None or attachment.why_wait() is not None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
             return
         if hook.machine.is_waiting and (
-            hook.machine.user_calls_step or hook.is_accumulating or not self.gradients.are_there()
+            hook.machine.user_calls_step or hook.is_accumulating or not self.shard.table.has_gradients()
         ):
             return
         found = "gradients that wait for it" if hook.machine.is_waiting else "a backward pass under way"
@@ -360,4 +354,4 @@ class Engine:
 
     def _are_all_dropped(self) -> bool:
         """True if the step waits for `step` and all gradients were dropped: then nothing is done, as in torch."""
-        return self.attachment.why_wait() is not None and not self.gradients.are_there()
+        return self.attachment.why_wait() is not None and not self.shard.table.has_gradients()

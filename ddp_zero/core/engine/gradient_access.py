@@ -241,9 +241,6 @@ class GradientAccess:
             )
         self.may_have_absent = False
 
-    def are_there(self) -> bool:
-        return any(param.grad is not None for param in self._shard.table.params)
-
     def are_all_zeros(self) -> bool:
         """True if all gradients are zeros set without a pass: torch.distributed.checkpoint steps so to create state."""
         with without_waiting():

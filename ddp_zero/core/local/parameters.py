@@ -218,6 +218,9 @@ class ParameterTable:
             message = str(error).removesuffix(" [ZERO-127]")
             raise type(error)(f"{message} It was asked for {self.label(index)}. [ZERO-127]") from error
 
+    def has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self.params)
+
     def check_gradients(self) -> None:
         """Refuse sparse gradients, on every rank and before anything is sent; NotImplementedError naming the first."""
         with without_waiting():
@@ -538,6 +541,9 @@ class StepTargets:
 
     def __getitem__(self, index: int) -> Tensor:
         return self._stand_ins.get(index, self._table.params[index])
+
+    def of(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        return {index: self[index] for index in indices}
 
     def index_of(self, tensor: Tensor) -> int:
         """The index of the parameter that a target stands for."""

@@ -7,22 +7,22 @@ time-out of a connection limits how long its peer may make no progress.
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ddp_zero.core.comm.requests import Frame
 from ddp_zero.core.state.device_reads import bytes_of
-from ddp_zero.values.tree import Flat, TensorSpec, Tree, memory_of, rebuild, specs_in
+from ddp_zero.values.tree import Flat, Tree, allocate, rebuild, specs_in
 
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 1 << 30
 MOST_REQUEST_BYTES = 1 << 16
 """Maximum length of a frame that holds a request."""
 _CHUNK_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 10  # of parts that travel together
 
 
 class Connection(Protocol):
@@ -69,7 +69,12 @@ def receive_frame(connection: Connection, max_bytes: int = _MOST_FRAME_BYTES) ->
 def receive_tree(connection: Connection, frame: Frame, device: torch.device) -> Tree:
     """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
     text = str(frame["tree"])
-    return rebuild(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
+    specs = specs_in(text)
+    tensors, memories = allocate(specs)
+    _receive_joined(connection, memories)
+    kinds = [spec.device_type for spec in specs]
+    arrived = [one if kind == "cpu" else one.to(device) for one, kind in zip(tensors, kinds, strict=True)]
+    return rebuild(text, arrived)
 
 
 def encode_frame(frame: Mapping[str, Any]) -> bytes:
@@ -102,7 +107,7 @@ def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
     # small parts in one message, so that a busy peer wakes up once; large ones from their own memory, without a copy
     joined = bytearray()
     for part in parts:
-        if len(joined) + len(part) <= _CHUNK_BYTES // 64:
+        if len(joined) + len(part) <= _SMALL_BYTES:
             joined += part
             continue
         if joined:
@@ -113,11 +118,22 @@ def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
         connection.sendall(memoryview(joined))
 
 
-def _receive_tensor(connection: Connection, spec: TensorSpec, device: torch.device) -> Tensor:
-    if spec.stride is None:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-    else:
-        tensor = torch.empty_strided(spec.shape, tuple(spec.stride), dtype=spec.dtype, device="cpu")
-    if tensor.numel():
-        receive_into(connection, memory_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
-    return tensor if spec.device_type == "cpu" else tensor.to(device)
+def _receive_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
+    small, size = list[memoryview](), 0
+    for part in parts:
+        if size + len(part) > _SMALL_BYTES:
+            _receive_small(connection, small)
+            small, size = [], 0
+        if len(part) > _SMALL_BYTES:
+            receive_into(connection, part)
+        else:
+            small.append(part)
+            size += len(part)
+    _receive_small(connection, small)
+
+
+def _receive_small(connection: Connection, parts: Sequence[memoryview]) -> None:
+    joined = memoryview(bytearray(sum(map(len, parts))))
+    receive_into(connection, joined)
+    for part in parts:
+        part[:], joined = joined[: len(part)], joined[len(part) :]

@@ -3,7 +3,7 @@
 On demand, the asking rank requests each shard, and a thread of the owner answers. While gradients are reduced together,
 no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
 changes of its state (`StateChanges`), the request states the asking rank's count, and the owner looks before and after
-each parameter whether a further change has begun. A rank that is behind is waited for; a rank that has moved on is
+each message whether a further change has begun. A rank that is behind is waited for; a rank that has moved on is
 named in an error. The result is one consistent state or none. Between the last backward pass and ``opt.step()`` all
 ranks may ask, and none may step before the others have asked: a rank that has asked there waits in its step until the
 other ranks come to theirs.
@@ -16,12 +16,12 @@ A request, in the job's store (`core.comm.requests`), is ``{"count": .., "plan":
 that waits for this rank to come to that change. Answers are ``{"wait": why}``, ``{"refused": why}``, ``{"end": 0}``, or
 ``{"connection": ..}``, which is followed on that connection by
 
-- ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
-  rank owns, in any order;
-- ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
+- ``{"births": [[index, [step, place]], ..], "tree": text}`` and the elements of its tensors, for states that the rank
+  owns, by parameter index, until it has sent all;
+- ``{"end": number of states}``, or ``{"refused": why}`` as soon as the state has changed.
 
-Only the ranks of ``shard.comm`` are asked, one after the other. A piece belongs to a parameter and holds the owner's
-elements.
+Only the ranks of ``shard.comm`` are asked, one after the other. A rank's state of a parameter holds the elements that
+the rank owns.
 
 Not chosen: messages on the training group (they would mix), or on a standing Gloo group (a receive that is posted for a
 request that never comes fails with the time-out, and with it the connection); ports of our own (firewalls, and
@@ -32,7 +32,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,6 +40,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.requests import Connection, Frame, Request, listen
 from ddp_zero.core.comm.stay import UNTIL, Stay
 from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
+from ddp_zero.core.local.placement import state_bytes
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.device_reads import begin_thread, prepare
@@ -49,20 +49,21 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_changes import StateVersion
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.error_codes import coded
-from ddp_zero.values.parts import join_parts
+from ddp_zero.values.parts import join_states
 from ddp_zero.values.shapes import Part
-from ddp_zero.values.tree import Flat, flatten_state, rebuild
+from ddp_zero.values.tree import Flat, flatten_states, rebuild
 
 _POLL_SECONDS = 0.001, 0.05
+MESSAGE_BYTES = 16 << 20
+"""A message of states ends with the one that reaches this."""
 
 
-class Piece(NamedTuple):
-    """The state of a part of a parameter."""
+class OwnedStates(NamedTuple):
+    """The states of one rank, by parameter index."""
 
-    birth: Birth  # step and place of creation of the state
-    param: int  # index of the parameter
-    part: Part
-    state: dict[Any, Any]
+    parts: Mapping[int, Part]  # what the rank owns of each parameter
+    births: dict[int, Birth]  # step and place of creation of each state
+    states: dict[int, dict[Any, Any]]
 
 
 def gather_state(shard: Shard, to: GroupRank) -> State | None:
@@ -81,65 +82,78 @@ def gather_state(shard: Shard, to: GroupRank) -> State | None:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-103]")
         agreement.declare("argument `to`", to)
         shard.order.note_new(shard.inner_state, shard.targets.index_of)
-        owned = list(_owned_pieces(shard, shard.inner_state))
+        owned = _owned_states(shard, shard.inner_state)
+        flat = flatten_states(owned.states, table.label)
     receiver = comm.group_rank_of(everyone.global_rank(to))
     if receiver is None:
         return None
-    counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
+    counts = [count for (count,) in comm.all_gather_ints([len(owned.states)])]
     if comm.group_rank != receiver:
         # blocking, in the order of ranks: the receiver takes one sender after the other
-        for piece, _ in owned:
-            comm.send_tree((piece.birth, piece.param, piece.state), receiver)
+        for index, state in owned.states.items():
+            comm.send_tree((owned.births[index], index, state), receiver)
         return None
-    pieces = [*starmap(_copied, owned)]
+    every = [_copied(owned, flat)]
     for source in map(GroupRank, range(comm.world_size)):
         if source != receiver and counts[source]:
-            parts = shard.binding.owned_parts(source)
+            found = OwnedStates(shard.binding.owned_parts(source), {}, {})
             for _ in range(counts[source]):
                 birth, index, state = comm.receive_tree(source, table.accelerator())
-                pieces.append(Piece(birth, index, parts[index], state))
-    return _whole_state(shard, pieces)
+                found.births[index], found.states[index] = birth, state
+            every.append(found)
+    return _whole_state(shard, every)
 
 
-def _whole_state(shard: Shard, pieces: Sequence[Piece]) -> State:
-    """The unsharded optimizer's state, in its order and with masters, joined from the pieces of all ranks."""
-    params, births, states = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
-    for birth, index, part, state in pieces:
-        births[index] = birth
-        states.setdefault(index, []).append((part, state))
+def _whole_state(shard: Shard, every: Sequence[OwnedStates]) -> State:
+    """The unsharded optimizer's state, in its order and with masters, joined from the states of all ranks."""
+    params, births, found = shard.table.params, dict[int, Birth](), dict[int, list[tuple[Part, Any]]]()
+    for owned in every:
+        births |= owned.births
+        for index, state in owned.states.items():
+            found.setdefault(index, []).append((owned.parts[index], state))
+    joined = join_states(found, params)
     whole: State = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
     is_fresh = shard.masters.are_initial
     for index in sorted(births, key=lambda index: (births[index], index)):
-        whole[params[index]] = join_parts(states[index], params[index], None)
-        if is_fresh and shard.masters.needs_master(
-            index
-        ):  # an initial master equals its parameter, which every rank has
+        whole[params[index]] = joined[index]
+        # an initial master equals its parameter, which every rank has
+        if is_fresh and shard.masters.needs_master(index):
             whole[params[index]][MASTER_KEY] = shard.targets.target_on_owner(index).detach()
     return whole
 
 
-def _owned_pieces(shard: Shard, values: State) -> Iterator[tuple[Piece, Flat]]:
-    """The pieces of a state that this rank owns, not copied, each with its form on the wire; TypeError if it has none.
+def _owned_states(shard: Shard, values: State) -> OwnedStates:
+    """What this rank owns of a state, not copied.
 
     Initial masters are left out: the receiver makes them from its parameters.
     """
     # reads only: this runs on a serving thread too, while a step may begin on the main thread
-    owned = shard.binding.owned_parts()
+    parts = shard.binding.owned_parts()
     stepped = shard.targets
-    is_fresh = stepped.masters.are_initial
-    for index, state in with_masters(values, stepped).items():
-        if index not in owned:
-            continue  # a look-up of the state of another rank's parameter would leave an empty state behind
-        if is_fresh:
-            state = {key: value for key, value in state.items() if key != MASTER_KEY}
-        flat = flatten_state(state, partial(shard.table.label, index))
-        yield Piece(shard.order.birth_of(stepped[index], index), index, owned[index], state), flat
+    # a look-up of the state of another rank's parameter would leave an empty state behind
+    states = {index: state for index, state in with_masters(values, stepped).items() if index in parts}
+    if stepped.masters.are_initial:
+        for index, state in states.items():
+            states[index] = {key: value for key, value in state.items() if key != MASTER_KEY}
+    return OwnedStates(parts, shard.order.births_of(stepped.of(states)), states)
 
 
-def _copied(piece: Piece, flat: Flat) -> Piece:
-    """The piece with a copy of every tensor, which holds only the tensor's own elements."""
+def _copied(owned: OwnedStates, flat: Flat) -> OwnedStates:
+    """The states with a copy of every tensor, which holds only the tensor's own elements."""
     text, tensors = flat
-    return piece._replace(state=rebuild(text, [tensor.clone() for tensor in tensors]))
+    return owned._replace(states=rebuild(text, [tensor.clone() for tensor in tensors]))
+
+
+def _messages(states: Mapping[int, dict[Any, Any]]) -> Iterator[dict[int, dict[Any, Any]]]:
+    message, nbytes = dict[int, dict[Any, Any]](), 0
+    for index, state in states.items():
+        message[index] = state
+        nbytes += state_bytes(state)
+        if nbytes >= MESSAGE_BYTES:
+            yield message
+            message, nbytes = {}, 0
+    if message:
+        yield message
 
 
 class OnDemandGather:
@@ -193,34 +207,34 @@ class OnDemandGather:
                 f"Expected ranks that can ask each other by the job's store, got {self._refusal}. Call "
                 f"consolidate_state_dict() on all ranks before state_dict(). [ZERO-602]"
             )
-        pieces = [*starmap(_copied, _owned_pieces(shard, shard.inner_state))]
+        owned = _owned_states(shard, shard.inner_state)
+        every = [_copied(owned, flatten_states(owned.states, shard.table.label))]
         for peer in comm.peers():
             if parts := shard.binding.owned_parts(peer):
-                pieces += self._naming(peer, partial(self._request_pieces, peer, parts))
+                every.append(self._naming(peer, partial(self._request_states, peer, parts)))
         if others_may_step:  # then this rank may step too, while other ranks still ask
             shard.changes.await_peers = weakly(self._await_peers)
-        return _whole_state(shard, pieces)
+        return _whole_state(shard, every)
 
     def _await_peers(self, change: int) -> None:
         """Wait until all ranks have come to the change of this number, for which they need no other rank."""
         for peer in self._shard.comm.peers():
             self._naming(peer, partial(self._first_answer, peer, {"reaches": change}))
 
-    def _request_pieces(self, peer: GroupRank, parts: Mapping[int, Part]) -> list[Piece]:
-        """Request and receive a rank's pieces, of these parts of parameters."""
+    def _request_states(self, peer: GroupRank, parts: Mapping[int, Part]) -> OwnedStates:
+        """Request and receive a rank's states, of these parts of parameters."""
         shard, comm = self._shard, self._shard.comm
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
-        pieces = list[Piece]()
+        found = OwnedStates(parts, {}, {})
         device = shard.table.accelerator()
         if "connection" in final:
             with self._listener.connection_to(key, self._time_out) as connection:
-                while "piece" in (final := receive_frame(connection)):
-                    state = receive_tree(connection, final, device)
-                    (step, place), index = final["birth"], final["piece"]
-                    pieces.append(Piece((step, place), index, parts[index], state))
+                while "births" in (final := receive_frame(connection)):
+                    found.births.update({index: (step, place) for index, (step, place) in final["births"]})
+                    found.states.update(receive_tree(connection, final, device))
         if "type_error" in final:
             raise TypeError(coded(final["type_error"], "[ZERO-611]"))
-        if final.get("end") != len(pieces):
+        if final.get("end") != len(found.states):
             message = (
                 f"Expected {comm.name(peer)} to have the state that {comm.name(comm.group_rank)} has, got "
                 f"{final.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
@@ -228,7 +242,7 @@ class OnDemandGather:
                 "consolidate_state_dict() on all of them before state_dict()."
             )
             raise RuntimeError(coded(message, "[ZERO-602]"))
-        return pieces
+        return found
 
     def _first_answer(self, peer: GroupRank, request: Frame) -> tuple[Frame, str]:
         """Ask until the rank no longer answers with "wait". Returns the answer and the key of its connection."""
@@ -279,7 +293,7 @@ class OnDemandGather:
             where = "within" if changes.is_under_way else "after"
             request.answer({"wait": f"it still {where} its change {changes.begun}, a step or a load"})
             return
-        # checked here and again around every piece: the main thread may begin a step at any moment
+        # checked here and again around every message: the main thread may begin a step at any moment
         version = changes.version(count)
         if version is None:
             request.answer(self._moved_on(count))
@@ -288,19 +302,21 @@ class OnDemandGather:
         else:
             request.answer({"connection": "here"})
             with request.connection(self._time_out) as connection:
-                send_frame(connection, self._send_pieces(connection, count, version))
+                send_frame(connection, self._send_states(connection, count, version))
 
-    def _send_pieces(self, connection: Connection, count: int, version: StateVersion) -> Frame:
+    def _send_states(self, connection: Connection, count: int, version: StateVersion) -> Frame:
         """Send every state that this rank owns. Returns the final frame: their number, or why they do not count."""
         # kernels of the last step may still write the state
         version.wait()
         sent, final = 0, Frame()
         try:
-            for piece, flat in _owned_pieces(self._shard, version.values):
+            _, births, states = _owned_states(self._shard, version.values)
+            for message in _messages(states):
                 if version.may_be_overwritten:
                     break
-                send_tree(connection, {"piece": piece.param, "birth": piece.birth}, flat)
-                sent += 1
+                head = {"births": [(index, births[index]) for index in message]}
+                send_tree(connection, head, flatten_states(message, self._shard.table.label))
+                sent += len(message)
             final = {"end": sent}
         except TypeError as error:
             final = {"type_error": str(error)}

@@ -5,7 +5,7 @@ A *state dict* has the unsharded optimizer's format: ``{"state": {id: state}, "p
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,7 @@ from ddp_zero.core.state.gather import OnDemandGather, gather_state
 from ddp_zero.core.step.clipping import GROUP_LIMIT
 from ddp_zero.core.step.decision import Decision
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.core.step.state_order import State
+from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.options import Offload
 from ddp_zero.values.live_model import LiveModel, by_group, clean
 from ddp_zero.values.parts import narrow_state, own_state
@@ -255,9 +255,9 @@ class StateDicts:
                 return None
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
 
-    def birth_of(self, index: int) -> tuple[int, int]:
-        """The step and place of creation of a state, comparable between ranks: its order in the unsharded optimizer."""
-        return self._shard.order.birth_of(self._shard.targets[index], index)
+    def births_of(self, indices: Iterable[int]) -> dict[int, Birth]:
+        """The births of states, comparable between ranks: their order in the unsharded optimizer."""
+        return self._shard.order.births_of(self._shard.targets.of(indices))
 
     def _scale_entry(self) -> dict[str, Any]:
         scale = self._decision.loss_scale
@@ -534,8 +534,8 @@ class StateDicts:
         shard.masters.follow_model()
         shard.order.note_new(shard.inner_state, shard.targets.index_of)
         by_index = with_masters(shard.inner_state, shard.targets)
-        owned = (index for index in shard.binding.owned() if index in by_index)  # users may write to others
-        return {index: by_index[index] for index in sorted(owned, key=self.birth_of)}
+        births = self.births_of(filter(by_index.__contains__, shard.binding.owned()))  # users may write to others
+        return {index: by_index[index] for index in sorted(births, key=births.__getitem__)}
 
     def loss_scale_state(self) -> dict[str, float] | None:
         """The state of a dynamic loss scale, or None."""

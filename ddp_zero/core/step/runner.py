@@ -27,7 +27,7 @@ from ddp_zero.core.step.rank_shard import LocalBucket, Shard
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_changes import ON_HOST
 from ddp_zero.error_codes import coded
-from ddp_zero.values.tree import flatten_state
+from ddp_zero.values.tree import flatten_states
 
 
 class LentGradients:
@@ -318,11 +318,11 @@ class StepRunner:
         """Warn once of a state that cannot be saved, as soon as a step has created it."""
         shard = self.shard
         keys, self._new_states = self._new_states, []
-        for key in filter(shard.inner_state.__contains__, keys):
-            try:
-                flatten_state(shard.inner_state[key], partial(shard.table.label, shard.targets.index_of(key)))
-            except TypeError as error:
-                return warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
+        new = {shard.targets.index_of(key): shard.inner_state[key] for key in keys if key in shard.inner_state}
+        try:
+            flatten_states(new, shard.table.label)
+        except TypeError as error:
+            warnings.warn(coded(f"No save can hold this. {error}", "[ZERO-611]"), stacklevel=2)
 
 
 class OffloadedRunner(StepRunner):

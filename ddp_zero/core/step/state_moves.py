@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from ddp_zero.core.plan.ownership import Pieces, moves, part_between, parts_of
 from ddp_zero.core.step.state_order import Birth, State, StateOrder
 from ddp_zero.values.parts import join_parts, narrow_state, narrow_value
 from ddp_zero.values.shapes import Part
-from ddp_zero.values.tree import flatten_state
+from ddp_zero.values.tree import flatten_states
 
 
 def agree_on_moves(
@@ -34,9 +33,8 @@ def agree_on_moves(
     mine = parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
-        for index in changes:
-            if targets[index] in state and index in mine:
-                flatten_state(state[targets[index]], partial(table.label, index))
+        going = [index for index in changes if targets[index] in state and index in mine]
+        flatten_states({index: state[targets[index]] for index in going}, table.label)
     held = any(targets[index] in state or index in targets.masters for index in changes if index in mine)
     return any(flag for (flag,) in ranks.everyone.all_gather_ints([int(held)]))
 

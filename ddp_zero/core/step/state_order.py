@@ -54,13 +54,15 @@ class StateOrder:
 
     def sort(self, state: State) -> State:
         """A state in the unsharded order; states that belong to no parameter first."""
-        born = sorted((key for key in state if isinstance(key, Tensor)), key=self.birth_of)
+        born = sorted(
+            (key for key in state if isinstance(key, Tensor)), key=lambda key: self.births.get(key, (self.step, 0))
+        )
         others = [key for key in state if not isinstance(key, Tensor)]
         return {key: state[key] for key in [*others, *born]}
 
-    def birth_of(self, param: Tensor, index: int = 0) -> Birth:
-        """The birth of a state; the current step with this index if there is no state yet."""
-        return self.births.get(param, (self.step, index))
+    def births_of(self, stepped: Mapping[int, Tensor]) -> dict[int, Birth]:
+        """The births of states, by parameter index; the current step with this index if there is no state yet."""
+        return {index: self.births.get(tensor, (self.step, index)) for index, tensor in stepped.items()}
 
     def pop(self, param: Tensor) -> Birth:
         """Forget a state that moves to another rank; returns its birth."""

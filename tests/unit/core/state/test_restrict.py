@@ -182,7 +182,11 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
             for rank, state in enumerate(states):
                 orders[rank].follow_load([table.params[index] for index in whole["state"]], state)
 
-    born = [(orders[owners[i]].birth_of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
+    born = [
+        (orders[owners[i]].births_of({i: table.params[i]})[i], i)
+        for i in range(5)
+        if table.params[i] in states[owners[i]]
+    ]
     assert [index for _, index in sorted(born)] == unsharded()
     for order, state in zip(orders, states, strict=True):
         own = [param for param in plain.state if param in state]
