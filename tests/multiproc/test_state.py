@@ -258,6 +258,23 @@ def _the_step_names_a_value_that_was_set_in_a_wrong_shape(setup: Setup) -> None:
 
 
 @case(2)
+def _a_parameter_without_state_has_an_empty_one(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [{"partition": "elements"}, {"master_weights": True, "stage": 2}, {}]
+    for mode in modes:
+        opt = sharded_twins(build_model().bfloat16(), torch.optim.SGD, **mode).opt
+        params = opt.param_groups[0]["params"]
+        assert {*map(opt.state.get, params)} == {None}
+        with pytest.raises(KeyError):
+            opt.state.pop(params[0])
+        for param in params:
+            assert opt.state[param] == {}
+            opt.state[param]["mine"] = 1
+        shard = internals.shard_of(opt)
+        owned = [index for index in shard.binding.owned() if opt.state[shard.table.params[index]] == {"mine": 1}]
+        assert owned == [*shard.binding.owned()], f"{mode}"
+
+
+@case(2)
 def _states_that_do_not_fit_replace_nothing(setup: Setup) -> None:
     twins = sharded_twins(partition="elements")
     twins.train(setup, 1)

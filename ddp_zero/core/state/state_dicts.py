@@ -86,11 +86,32 @@ class _ByParameter(MutableMapping[Any, Any]):
         shard, index = self._find(key)
         return shard.inner_state, key if index is None else shard.targets[index]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __contains__(self, key: Any) -> bool:
         state, stepped = self._place(key)
-        if stepped not in state:  # a look-up in a defaultdict would add the key
+        return stepped in state
+
+    def __getitem__(self, key: Any) -> Any:
+        """A state; of a parameter without any, an empty one, as from torch's, kept where this rank steps it."""
+        shard, index = self._find(key)
+        state, stepped = self._place(key)
+        if stepped in state:  # a look-up in a defaultdict would add the key
+            return state[stepped]
+        if index is None:
             raise KeyError(key)
-        return state[stepped]
+        return state.setdefault(stepped, {}) if _steps(shard, index) else {}
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        state, stepped = self._place(key)
+        return state.pop(stepped, *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+            return default
+        return self[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         shard, index = self._find(key)
@@ -111,9 +132,8 @@ class _ByParameter(MutableMapping[Any, Any]):
         kind = type(suboptimizer_for(shard.inner, shard.param_groups[table.groups[index]]))
         check_state(value, table, index, kind, part, "Give it in the shape of the whole, on every rank.")
         shard.order.has_initial_state = False  # also for a parameter that a different rank steps
-        whole = table.wholes.get(index)
-        if not shard.binding.owns(index) or not (whole is None or whole.is_here):
-            return  # a different rank steps it
+        if not _steps(shard, index):
+            return
         param = table.params[index]
         own = value if stepped is param else state_for(own_state(value, param, part), param, stepped)
         is_same = all(own[key] is value[key] for key in value)
@@ -136,6 +156,12 @@ class _ByParameter(MutableMapping[Any, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds the states, not the optimizer
         return dict, (dict(self),)
+
+
+def _steps(shard: Shard, index: int) -> bool:
+    """True if this rank steps a parameter or a part of it."""
+    whole = shard.table.wholes.get(index)
+    return shard.binding.owns(index) and (whole is None or whole.is_here)
 
 
 class StateDicts:
