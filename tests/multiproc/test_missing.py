@@ -136,3 +136,38 @@ def test_of_four_ranks_the_one_that_was_killed_is_named() -> None:
         if outcome.rank != VICTIM:
             assert outcome.error is None, outcome
             assert f"Expected rank {VICTIM} (global rank {VICTIM}) to take part in the reduction" in outcome.result
+
+
+def _raise_in_a_hook(setup: Setup, mode: str) -> str:
+    """Returns the error of each rank: that of its own hook, or of the rank whose hook has raised."""
+
+    def raises(_: Any) -> Any:
+        raise _FaultError("a fault of its own")
+
+    def hook(group: Any, bucket: Any) -> Any:
+        future = fp16_compress_hook(group, bucket)
+        return future.then(raises) if armed else future
+
+    torch.manual_seed(0)
+    armed: list[bool] = []
+    ddp = DistributedDataParallel(nn.Linear(16, 16))
+    opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **MODES[mode] | {"hook": hook})
+    for step in range(AT + 2):
+        if step == AT and setup.rank == VICTIM:
+            armed.append(True)
+        try:
+            ddp(torch.ones(1, 16)).sum().backward()
+            opt.step()
+        except RuntimeError as error:
+            return str(error)
+        opt.zero_grad()
+    raise AssertionError("no error has come")
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "standalone"])
+def test_a_hook_that_raises_is_not_taken_for_a_peer_that_is_missing(mode: str) -> None:
+    outcomes = run_ranks_to_end(_raise_in_a_hook, 2, mode, group_timeout=GROUP_TIMEOUT)
+    told = {outcome.rank: outcome.result for outcome in outcomes}
+    assert "a fault of its own" in told[VICTIM]
+    assert "to take part in" not in told[VICTIM], "no peer is missing"
+    assert f"Expected rank {VICTIM} (global rank {VICTIM}) to take part in" in told[0]

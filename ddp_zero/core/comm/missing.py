@@ -30,7 +30,7 @@ _probes: list[tuple[Tensor, Work]] = []  # kept: on Gloo freeing the buffer of a
 
 
 def name_missing_ranks(group: ProcessGroup, bucket: int, future: Future[Any]) -> Future[Tensor]:
-    """The future of a bucket's reduction, with an error that names the missing ranks."""
+    """The future of a bucket's reduction, with an error that names the missing ranks; a hook's own error stays."""
     return future.then(partial(_value_or_named_error, weakref.ref(group), bucket))
 
 
@@ -38,7 +38,7 @@ def _value_or_named_error(reference: Callable[[], ProcessGroup | None], bucket: 
     try:
         reduced = done.value()
     except RuntimeError as error:
-        if (alive := reference()) is None:
+        if (alive := reference()) is None or _is_of_hook(alive, error):
             raise
         raise lost_collective_error(alive, f"the reduction of bucket {bucket}", error) from error
     bucket_sum: Tensor = reduced[0] if isinstance(reduced, list | tuple) else reduced
@@ -49,10 +49,20 @@ def lost_collective_error(group: ProcessGroup, what: str, error: RuntimeError) -
     """The error of a failed collective, which names the missing ranks as far as they can be found."""
     with _search_lock:  # threads of several buckets: the first thread waits for the ranks, the others take its answer
         if group not in _missing_ranks:
-            timed_out = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
-            _missing_ranks[group] = _find_missing(group, timed_out)
+            _missing_ranks[group] = _find_missing(group, _has_timed_out(error))
         names = ", ".join(f"rank {rank} (global rank {get_global_rank(group, rank)})" for rank in _missing_ranks[group])
     return lost_peer_error(names or "every rank", what, error)
+
+
+def _has_timed_out(error: RuntimeError) -> bool:
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
+def _is_of_hook(group: ProcessGroup, error: RuntimeError) -> bool:
+    """True if code of a wrapped hook has raised: on Gloo, no time-out has passed and all connections are open."""
+    if not _is_gloo(group) or _has_timed_out(error):
+        return False
+    return not any(_is_closed(group, rank) for rank in range(group.size()) if rank != group.rank())
 
 
 def forget_failures(group: ProcessGroup) -> None:
@@ -79,8 +89,12 @@ def _find_missing(group: ProcessGroup, has_timed_out: bool) -> list[int]:
     return closed or (silent if is_known else [])
 
 
+def _is_gloo(group: ProcessGroup) -> bool:
+    return "cpu:gloo" in str(get_backend_config(group))
+
+
 def _is_closed(group: ProcessGroup, rank: int) -> bool:
-    if "cpu:gloo" not in str(get_backend_config(group)):
+    if not _is_gloo(group):
         return False
     byte = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
