@@ -241,12 +241,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         hook: CommHook | None = None,
         hook_state: Any = None,
         interleaved: bool | None = None,
-        shard_buckets: bool = True,
+        shard_buckets: bool | None = None,
     ) -> None:
         """Register on a DDP model what these options need: the hook that steps, reduces or watches, if any.
 
         `shard_optimizer` does this. Call it where the optimizer was built first, or by other code, such as a framework.
-        Only one model can be attached. Errors name parameters as the model does.
+        Only one model can be attached. Errors name parameters as the model does. What is None is as it was for the last
+        model, as where the module is wrapped again; for the first one, the default of `shard_optimizer`.
 
         Args:
             model: the DDP model over the optimizer's parameters, without a communication hook, or a module that holds

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import AdamW
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.ddp.reducer import registered_hooks
 from tests import internals
@@ -264,6 +264,53 @@ def _a_module_wrapped_again_after_three_steps_equals_ddp(setup: Setup, configura
             step_on(opt, loss_of(ddp, *batch))
         for one, other in zip(expected.parameters(), module.parameters(), strict=True):
             assert torch.equal(one, other), name
+
+
+@case(2)
+def _attach_after_wrapping_again_keeps_the_hook_its_state_and_interleaved(setup: Setup) -> None:
+    """However the first hook was built."""
+    states: list[Any] = []
+
+    def own(state: Any, bucket: Any) -> Any:
+        states.append(state)
+        group: Any = dist.group.WORLD
+        return allreduce_hook(group, bucket)
+
+    def by_hand(ddp: DistributedDataParallel) -> ZeroRedundancyOptimizer:
+        opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, lr=0.1)
+        ddp.register_comm_hook(None, hook_with_zero_step(own, ddp, opt))
+        return opt
+
+    def built(**options: Any) -> Callable[[DistributedDataParallel], ZeroRedundancyOptimizer]:
+        return lambda ddp: shard_optimizer(ddp, AdamW, lr=0.1, **options)
+
+    for name, build in {
+        "a hook": built(hook=own, hook_state="its state"),
+        "a hook, no overlap": built(hook=own, hook_state="its state", overlap=False),
+        "a hook by hand": by_hand,
+        "stage 2": built(stage=2, interleaved=False),
+    }.items():
+        module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        first, *_, last = module.parameters()
+        ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
+        opt = build(ddp)
+        for _ in range(2):
+            for step in range(3):
+                last_before, kept = last.detach().clone(), list[bool]()
+                handle = first.register_hook(lambda _: kept.append(torch.equal(last, last_before)))  # noqa: B023
+                states.clear()
+                ddp(torch.ones(1, 32)).sum().backward()
+                handle.remove()
+                opt.step()
+                opt.zero_grad()
+                assert kept == [True], f"{name}, step {step}: a bucket was stepped while backward computed"
+                assert not torch.equal(last, last_before), "nothing moved"
+                if name != "stage 2":
+                    assert states, f"{name}, step {step}: the hook was not called"
+                    assert ("hand" in name) or set(states) == {"its state"}, name
+            ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
+            opt.reset()
+            opt.attach(ddp)
 
 
 @case(2)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,26 @@ from ddp_zero.core.local.weak_calls import WeakHook, tensors_in, weakly
 from ddp_zero.core.step.decision import NonfiniteProbe
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
+
+
+@dataclass(frozen=True)
+class HookOptions:
+    """What a user asks of a hook; what is None is left to the library. `shard_optimizer` documents each."""
+
+    hook: CommHook | None = None
+    state: Any = None
+    interleaved: bool | None = None
+    shard_buckets: bool | None = None
+
+    def after(self, earlier: "HookOptions") -> "HookOptions":
+        """These options, and what is None as it was earlier: of a module that is wrapped again."""
+        state = earlier.state if self.hook is None and self.state is None else self.state
+        return HookOptions(
+            earlier.hook if self.hook is None else self.hook,
+            state,
+            earlier.interleaved if self.interleaved is None else self.interleaved,
+            earlier.shard_buckets if self.shard_buckets is None else self.shard_buckets,
+        )
 
 
 class RegisteredHook:

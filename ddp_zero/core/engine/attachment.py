@@ -23,6 +23,7 @@ from ddp_zero.core.ddp.reducer import add_hook, gradients_are_views, watch_shado
 from ddp_zero.core.ddp.registered_hook import (
     CommHook,
     Holder,
+    HookOptions,
     RegisteredHook,
     check_averages,
     free_place,
@@ -78,6 +79,7 @@ class Attachment:
         self._is_first_step = True
         self.hook: OverlapHook | None = None
         self._registered: RegisteredHook | None = None  # on the model that was attached
+        self._hook_options = HookOptions()  # of the last hook
         self.passes = ForwardPasses(before_forward)
         self.passes.checks.append(decision.owned_edits.forget_dropped)
 
@@ -93,9 +95,15 @@ class Attachment:
                 "Call opt.attach(ddp, hook=...) instead, which takes the place of that hook; or wrap the module again. "
                 "[ZERO-206]"
             )
-        return self._keep_registered(ddp, self._build_hook(ddp, wrapped, split, interleaved, by_hand=True))
+        registered = self._build_hook(ddp, wrapped, split, interleaved, by_hand=True)
+        self._hook_options = HookOptions(wrapped, None, interleaved, split)
+        return self._keep_registered(ddp, registered)
 
-    def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
+    def attach(
+        self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: bool | None, split: bool | None
+    ) -> None:
+        options = HookOptions(hook, state, lags, split).after(self._hook_options)
+        hook, state = options.hook, options.state
         takes_any = self.takes_hook or hook is not None or self._decision.watch.is_on  # otherwise DDP reduces by itself
         self._take_over(ddp, takes_any)
         is_further = self._shares_model(ddp)
@@ -104,8 +112,8 @@ class Attachment:
             hook = RegisteredHook(hook, ddp.process_group if state is None else state)
         self.shard.table.learn_names(ddp.named_parameters())
         if self.takes_hook:
-            lag = self.stage == 2 if lags is None else lags
-            registered = self._build_hook(ddp, hook, split, interleaved=lag)
+            lag = self.stage == 2 if options.interleaved is None else options.interleaved
+            registered = self._build_hook(ddp, hook, options.shard_buckets is not False, interleaved=lag)
         else:
             check_keeps_parameters(ddp, self._decision.why_wait())
             self.adopt_model(ddp)
@@ -119,6 +127,7 @@ class Attachment:
         elif takes_any:
             registered = register(ddp, registered)
         self._keep_registered(ddp, registered)
+        self._hook_options = options
         self.install_reducer()
 
     def _take_over(self, ddp: DistributedDataParallel, takes_hook: bool) -> None:
