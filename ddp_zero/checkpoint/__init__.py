@@ -72,12 +72,13 @@ class Saving:
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return its folder; RuntimeError if the save failed on any rank."""
-        try:
-            return self._future.result()
-        except Exception as error:
+        # not `result` within a try: what a signal handler raises meanwhile is no failure of the save, which goes on
+        error = self._future.exception()
+        if error is not None:
             self.is_reported = True
             message = f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}"
             raise RuntimeError(coded(message, "[ZERO-618]")) from error
+        return self._future.result()
 
     @property
     def is_done(self) -> bool:

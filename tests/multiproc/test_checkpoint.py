@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 import threading
 import time
 import warnings
@@ -928,6 +929,15 @@ def _training_goes_on_while_it_writes(setup: Setup) -> None:
         train(setup, model, opt, 1)
         assert not pending.is_done
         assert not list(setup.folder.glob("step-*"))
+
+        def preempt(*_: Any) -> None:
+            raise TimeoutError("of a signal handler")
+
+        signal.signal(signal.SIGALRM, preempt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError, match="of a signal handler"):
+            pending.wait()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         threading.Timer(0.3, may_write.set).start()
         second = checkpoint.save(setup.folder, model, opt, background=True)
         assert pending.is_done
