@@ -13,7 +13,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -208,7 +209,7 @@ class Listener:
         key = uuid.uuid4().hex
         listener, _, number = address.partition("/")
         with _as_os_errors():
-            self._enqueue(listener, {"to": int(number), "key": key, "asks": request})
+            _whole(partial(self._enqueue, listener, {"to": int(number), "key": key, "asks": request}))
         return key
 
     def await_answer(self, key: str, address: str, deadline: float) -> Frame:
@@ -271,7 +272,7 @@ class Listener:
             self._client.set(key, json.dumps(frame))
 
     def _enqueue(self, listener: str, request: Frame) -> None:
-        # numbered by the store: several ranks may send a request at the same time
+        # numbered by the store: several ranks may send a request at the same time. The listener waits for each number
         self.set(_request_key(listener, self._client.add(_request_count_key(listener), 1)), request)
 
     def _pop(self, key: str) -> Frame:
@@ -396,6 +397,25 @@ def _close_listeners() -> None:
     for listener in list(_listeners):
         if listener._process == os.getpid():
             listener.close()
+
+
+def _whole(call: Callable[[], None]) -> None:
+    """Make a call to its end, whatever a signal handler raises: Python raises that in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        call()
+        return
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=run, name=NAME, daemon=True).start()
+    outcome.result()
 
 
 def _client_of(store: Any) -> Store:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 import warnings
@@ -101,6 +102,33 @@ def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Listener, L
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(16)))
     assert wait_until(lambda: store.num_keys() <= before)
+
+
+def test_an_exception_of_a_signal_handler_leaves_no_number_without_a_request(
+    pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the number and the request that the listener then waits for."""
+    asks, answers = pair
+    echo = Echo()
+    address, completes = answers.register(echo), Listener.set
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("of a signal handler")
+
+    def interrupted(listener: Listener, key: str, frame: dict[str, Any]) -> None:
+        if "/request/" in key:
+            signal.raise_signal(signal.SIGALRM)
+        completes(listener, key, frame)
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Listener, "set", interrupted)
+            with pytest.raises(TimeoutError, match="of a signal handler"):
+                asks.ask(address, {"n": 1})
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert asks.ask(address, {"n": 2})[0] == {"n": 2}
 
 
 def test_a_listener_ends_with_the_last_object_and_is_then_refused(pair: tuple[Listener, Listener]) -> None:
