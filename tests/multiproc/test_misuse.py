@@ -73,6 +73,15 @@ def _parameters_that_differ_between_ranks_are_refused_on_all(setup: Setup) -> No
     _build(_params((3,), fill=float(setup.rank)))  # different values are fine: DDP may broadcast them later
 
 
+@case(2)
+def _ranks_with_different_buckets(setup: Setup) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02 if setup.rank else 0.006)
+    for stage in (1, 2):
+        message = r"bucket_cap_mb of DistributedDataParallel, .*got none on rank 0 .*parameter \d+ 'module.*ZERO-506"
+        _refused(ValueError, message, lambda stage=stage: shard_optimizer(ddp, SGD, stage=stage, lr=0.1))  # type: ignore[misc]
+
+
 @case(2, 3)
 def _failures_on_one_rank_reach_all(setup: Setup) -> None:
     last = setup.rank == setup.world_size - 1

@@ -32,6 +32,8 @@ def agree_on_moves(
     changes = _changes(before, after)
     mine = parts_of(before, ranks.shard.group_rank)
     with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
+        found = f"{len(changes)}, the first of {table.label(changes[0])}" if changes else "none"
+        agreement.declare("new owners, which follow from bucket_cap_mb of DistributedDataParallel,", found)
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         going = [index for index in changes if targets[index] in state and index in mine]
         flatten_states({index: state[targets[index]] for index in going}, table.label)
