@@ -269,7 +269,8 @@ class ScratchBucket(BucketGradients):
     def compile(self, memory: BucketMemory) -> None:
         """Decide how the bucket is reduced in this memory, and make all that it takes."""
         context, layout, self._scratch = self._context, self.layout, memory.scratch
-        self.starts_early = memory.starts_early
+        # a sum over replicas issues collectives while it is awaited: those of the next bucket come after them
+        self.starts_early = memory.starts_early and context.shard.ranks.replicas is None
         flat = self.flat = memory.scratch.memory[: layout.nbytes].view(layout.dtype)
         self.windows = [layout.windows[param].view(flat) for param in layout.params]
         comm, ranks = context.comm, context.shard.ranks
