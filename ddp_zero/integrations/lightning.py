@@ -92,8 +92,9 @@ class ZeroDDPStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the sharded state, then Lightning's file. A collective."""
+        step = {"global_step": checkpoint["global_step"]}
         for number, optimizer in enumerate(self.optimizers if "optimizer_states" in checkpoint else ()):
-            save(_folder_of(Path(filepath)) / str(number), self.model, _inner(optimizer), keep=1)
+            save(_folder_of(Path(filepath)) / str(number), self.model, _inner(optimizer), keep=1, extra=step)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -102,13 +103,21 @@ class ZeroDDPStrategy(DDPStrategy):
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the sharded state, or a plain strategy's. A collective."""
+        """Load the sharded state, or a plain strategy's. A collective. RuntimeError if they are of different steps."""
         if any(state != _SHARDED for state in checkpoint["optimizer_states"]):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self._loaded_from is not None, "a checkpoint is read before it is loaded"
         for number, optimizer in enumerate(self.optimizers):
-            load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
+            folder = _folder_of(self._loaded_from) / str(number)
+            saved = load(folder, self.model, _inner(optimizer)).extra
+            # two writes: a process that was killed between them has left the file of an earlier save
+            if saved is not None and saved["global_step"] != checkpoint["global_step"]:
+                raise RuntimeError(
+                    f"Expected the state of global step {checkpoint['global_step']}, as in {self._loaded_from}, got "
+                    f"that of {saved['global_step']} in {folder}: a save was interrupted, or they were not moved "
+                    "together. Resume from another checkpoint. [ZERO-911]"
+                )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove Lightning's file and the sharded state."""

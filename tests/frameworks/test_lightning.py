@@ -1,5 +1,6 @@
 """lightning's Trainer and Fabric with this library's optimizer, next to themselves with DDP and the plain optimizer."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -291,6 +292,21 @@ def _stage_1_saves(setup: Setup) -> None:
 @case(2)
 def _stage_2_saves(setup: Setup) -> None:
     _saves(setup, "stage 2")
+
+
+@case(2)
+def _a_file_beside_the_state_of_another_step_is_refused(setup: Setup) -> None:
+    """As a save leaves them that is interrupted while it writes to a name that was there."""
+    trained(setup, STRATEGIES["stage 2"](), save=setup.folder)
+    torch.distributed.barrier()
+    first, second = (setup.folder / f"epoch={epoch}.ckpt" for epoch in (0, 1))
+    if setup.rank == 0:
+        shutil.rmtree(f"{first}.zero")
+        shutil.copytree(f"{second}.zero", f"{first}.zero")
+    torch.distributed.barrier()
+    expected = f"the state of global step {STEPS}, .* got that of {2 * STEPS} in "
+    with pytest.raises(RuntimeError, match=expected):
+        trained(setup, STRATEGIES["stage 2"](), load=first)
 
 
 @case(2)
