@@ -72,7 +72,7 @@ def parallelized(mesh: DeviceMesh, hidden: int = 16) -> nn.Module:
     return parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
 
 
-def local(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return found.detach()
 

@@ -7,7 +7,7 @@ import torch
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import MeshTwins
+from tests.multiproc.mesh_twins import MeshTwins
 
 
 class Flights:
@@ -35,12 +35,12 @@ def assert_away(member: Any) -> None:
     assert all(id(param) not in params for group in member.optim.param_groups for param in group["params"])
 
 
-def check_state(beside: MeshTwins) -> None:
+def check_state(twins: MeshTwins) -> None:
     """State dicts are those of the state beside the parameters, and load again."""
-    state = beside.opt.state_dict()
-    beside.opt.load_state_dict(state)
+    state = twins.opt.state_dict()
+    twins.opt.load_state_dict(state)
     torch.distributed.barrier()
-    again = beside.opt.state_dict()
+    again = twins.opt.state_dict()
     for number, one in state["state"].items():
         for key, value in one.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][number][key])), (number, key)

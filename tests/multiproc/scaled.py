@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_zero.values.placeholders import on_this_rank
-from tests.multiproc.beside_parallel import MeshTwins
 from tests.multiproc.cases import assert_identical, batches
-from tests.multiproc.parallel_models import CLIP, local
+from tests.multiproc.mesh_twins import MeshTwins
+from tests.multiproc.parallel_models import CLIP, local_part
 
 SCALE = 1024.0
 OVERFLOWS = (1, 4)
@@ -21,12 +21,12 @@ def new_scaler(scale: float = SCALE) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
 
 
-def suboptimizers_of(beside: MeshTwins) -> torch.optim.Optimizer:
+def suboptimizers_of(twins: MeshTwins) -> torch.optim.Optimizer:
     """An optimizer over the plain copy's parts on this rank: a scaler alone does not take distributed tensors."""
     parts = []
-    for param in beside.plain_model.parameters():
-        part = nn.Parameter(local(param))
-        part.grad = None if param.grad is None else local(param.grad)
+    for param in twins.plain_model.parameters():
+        part = nn.Parameter(local_part(param))
+        part.grad = None if param.grad is None else local_part(param.grad)
         parts.append(part)
     return torch.optim.SGD(parts)
 
@@ -60,39 +60,39 @@ def spoiled_rank_and_name(kind: str) -> tuple[tuple[int, ...], str]:
     }[kind]
 
 
-def train_scaled(beside: MeshTwins, clips_in: str | None) -> None:
+def train_scaled(twins: MeshTwins, clips_in: str | None) -> None:
     """Both copies with a scaler each; ``clips_in`` the step, or the loop, after ``unscale_``; or not at all."""
     mine, theirs = new_scaler(), new_scaler()
-    ranks, name = spoiled_rank_and_name(beside.kind)
-    for step, batch in enumerate(batches(beside.place, STEPS)):
-        before = [param.detach().clone() for param in beside.model.parameters()]
-        for scaler, model, optimizer in ((theirs, beside.plain_model, beside.plain), (mine, beside.model, beside.opt)):
+    ranks, name = spoiled_rank_and_name(twins.kind)
+    for step, batch in enumerate(batches(twins.place, STEPS)):
+        before = [param.detach().clone() for param in twins.model.parameters()]
+        for scaler, model, optimizer in ((theirs, twins.plain_model, twins.plain), (mine, twins.model, twins.opt)):
             optimizer.zero_grad()
-            scaler.scale(beside.loss(model, batch)).backward()
+            scaler.scale(twins.loss(model, batch)).backward()
             if step in OVERFLOWS and dist.get_rank() in ranks:
                 param = model.get_parameter(name)
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 spoil(param)
-        beside.reduce(beside.plain_model)
+        twins.reduce(twins.plain_model)
         if clips_in == "the loop":
-            mine.unscale_(beside.opt)
-            beside.opt.clip_grad_norm_(CLIP)
-        mine.step(beside.opt)
+            mine.unscale_(twins.opt)
+            twins.opt.clip_grad_norm_(CLIP)
+        mine.step(twins.opt)
         mine.update()
-        shown = suboptimizers_of(beside)
+        shown = suboptimizers_of(twins)
         theirs.unscale_(shown)
         agree(theirs, shown)
-        record = beside.opt.last_step
+        record = twins.opt.last_step
         assert record is not None
-        assert record.stepped == (step not in OVERFLOWS), f"{beside.kind}: {step}"
+        assert record.stepped == (step not in OVERFLOWS), f"{twins.kind}: {step}"
         if clips_in is not None and step not in OVERFLOWS:
-            beside.clip_plain(CLIP)
+            twins.clip_plain(CLIP)
         if not found_by(theirs, shown):
-            beside.plain.step()
+            twins.plain.step()
         theirs.update()
-        assert mine.get_scale() == theirs.get_scale(), f"{beside.kind}: {step}"
-        beside.assert_equal(f"after step {step}, clipped in {clips_in}")
+        assert mine.get_scale() == theirs.get_scale(), f"{twins.kind}: {step}"
+        twins.assert_equal(f"after step {step}, clipped in {clips_in}")
         if step in OVERFLOWS:
-            assert_identical(before, [param.detach() for param in beside.model.parameters()], "after a skip")
+            assert_identical(before, [param.detach() for param in twins.model.parameters()], "after a skip")
     assert mine.get_scale() != SCALE
-    beside.assert_moved()
+    twins.assert_moved()

@@ -30,13 +30,13 @@ def _assert_equal(seeds: range, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", SEEDS)
-def test_a_handful_of_cases(ranks: int) -> None:
+def test_random_programs_equal_ddp(ranks: int) -> None:
     _assert_equal(SEEDS[ranks], ranks)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
-def test_more_cases(ranks: int) -> None:
+def test_more_random_programs_equal_ddp(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
 
 

@@ -29,7 +29,7 @@ def test_drawn_and_once_failing_cases_train_as_plain_ddp() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
-def test_more_cases(ranks: int) -> None:
+def test_more_drawn_cases_train_as_plain_ddp(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
 
 
@@ -57,7 +57,7 @@ _INTERRUPTED = ("interrupted, wrapped again",)
 _LEFT = [_INTERRUPTED, ("reduced pass", "wrap"), ("no_sync", *_INTERRUPTED), ("reduced pass", *_INTERRUPTED)]
 
 
-def test_gradients_of_a_pass_through_an_earlier_optimizer_that_was_interrupted() -> None:
+def test_models_of_an_earlier_optimizer_after_an_interrupted_pass_train_as_plain_ddp() -> None:
     cases = _cases(_HOWS, ["1", "1 watched", "2", "2 late"], [_INTERRUPTED], ["1"], [True], [None])
     cases += _cases(["kept"], ["1 summed", "2 waiting"], [_INTERRUPTED], ["2", "1 waiting"], [True, False], [None])
     cases += _cases(["kept", "dropped"], ["1", "2"], [("reduced pass", *_INTERRUPTED)], ["1"], [True], [None])
@@ -67,7 +67,7 @@ def test_gradients_of_a_pass_through_an_earlier_optimizer_that_was_interrupted()
 @pytest.mark.nightly
 @pytest.mark.parametrize("cap", [None, 0.02])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_an_earlier_optimizer_has_left(mode: str, cap: float | None) -> None:
+def test_models_of_an_earlier_optimizer_train_as_plain_ddp(mode: str, cap: float | None) -> None:
     cases = _cases(_HOWS, list(MODES), _LEFT, [mode], [True, False], [cap])
     if cap is not None:  # DDP gets a new reducer where stage 2 leaves: its first buckets are others
         cases = [one for one in cases if "kept" in one.events[1] or ":2" not in one.events[1]]

@@ -39,13 +39,13 @@ def _assert_equal(seeds: range, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", SEEDS)
-def test_a_handful_of_loops(ranks: int) -> None:
+def test_random_loops_equal_ddp_or_are_refused(ranks: int) -> None:
     _assert_equal(SEEDS[ranks], ranks)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
-def test_more_loops(ranks: int) -> None:
+def test_more_random_loops_equal_ddp_or_are_refused(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
 
 

@@ -49,13 +49,13 @@ def _assert_equal(seeds: Sequence[int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", SEEDS)
-def test_a_handful_of_mesh_cases(ranks: int) -> None:
+def test_random_mesh_programs_equal_plain_optimizers(ranks: int) -> None:
     _assert_equal(SEEDS[ranks], ranks)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
-def test_more_mesh_cases(ranks: int) -> None:
+def test_more_random_mesh_programs_equal_plain_optimizers(ranks: int) -> None:
     _assert_equal(MANY_SEEDS[ranks], ranks)
 
 

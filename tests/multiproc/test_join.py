@@ -93,7 +93,7 @@ def test_join_with_ddp_equals_the_plain_optimizer(inputs_of_rank: tuple[int, ...
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("inputs_of_rank", INPUTS, ids=lambda inputs: "-".join(map(str, inputs)))
-def test_join_with_ddp_in_every_combination(inputs_of_rank: tuple[int, ...]) -> None:
+def test_join_with_ddp_equals_the_plain_optimizer_in_every_combination(inputs_of_rank: tuple[int, ...]) -> None:
     compared = run_ranks(_uneven_inputs_with_ddp, len(inputs_of_rank), inputs_of_rank, True)
     assert compared == [len(CASES) * 4] * len(inputs_of_rank)
 
@@ -132,7 +132,7 @@ def _uneven_inputs_without_ddp(setup: Setup, inputs_of_rank: Sequence[int]) -> N
     [(3, 0, 5), (1, 4), pytest.param((4, 0, 0, 2), marks=pytest.mark.nightly)],
     ids=lambda i: "-".join(map(str, i)),
 )
-def test_join_with_the_optimizer_alone(inputs_of_rank: tuple[int, ...]) -> None:
+def test_join_with_the_optimizer_alone_equals_averages_by_hand(inputs_of_rank: tuple[int, ...]) -> None:
     run_ranks(_uneven_inputs_without_ddp, len(inputs_of_rank), inputs_of_rank)
 
 

@@ -224,7 +224,7 @@ def test_overlap_parity(part: str, world_size: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", WORLD_SIZES, ids="{} ranks".format)
 @pytest.mark.parametrize("part", _parts())
-def test_every_configuration(part: str, world_size: int) -> None:
+def test_every_configuration_equals_ddp(part: str, world_size: int) -> None:
     _assert_parity(part, world_size, pairs_only=False)
 
 

@@ -18,12 +18,12 @@ from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.beside_parallel import DDP_OPTIONS, mesh_of_4
 from tests.multiproc.cases import Twins, assert_identical, batches, loss_of, record_of, sum_in_rank_order
 from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.parallel_models import OPTIONS, local, parallelized, squared, tied_group
+from tests.multiproc.mesh_twins import DDP_OPTIONS, mesh_of_4
+from tests.multiproc.parallel_models import OPTIONS, local_part, parallelized, squared, tied_group
 from tests.multiproc.stages import Stages
 from tests.multiproc.whole_matrices import (
     MUON,
@@ -129,7 +129,7 @@ class Added(Twins):
         loss = self.loss(model, batch)
         return loss if self.opt.loss_scale is None else self.opt.scale(loss)
 
-    def follow(self, feed: Any, steps: int) -> None:
+    def train_and_compare(self, feed: Any, steps: int) -> None:
         for step in range(steps):
             self.zero_grad()
             self.backward(next(feed))
@@ -144,7 +144,7 @@ class Added(Twins):
                 assert factor < 1
                 for param in self.stepped():
                     if param.grad is not None:
-                        local(param.grad).mul_(factor)
+                        local_part(param.grad).mul_(factor)
             self.plain.step()
             self.assert_equal(f"after step {step}")
 
@@ -153,7 +153,7 @@ class Added(Twins):
 
 
 def squares(params: Sequence[Tensor]) -> Tensor:
-    grads = [local(param.grad).double() for param in params if param.grad is not None]
+    grads = [local_part(param.grad).double() for param in params if param.grad is not None]
     return torch.stack([torch.zeros((), dtype=torch.float64), *(grad.square().sum() for grad in grads)]).sum()
 
 
@@ -175,9 +175,9 @@ def average(params: Sequence[Tensor], group: Any) -> None:
 
 def run(pair: Added, place: int) -> None:
     feed = batches(place, 6)
-    pair.follow(feed, 3)
+    pair.train_and_compare(feed, 3)
     pair.add()
-    pair.follow(feed, 3)
+    pair.train_and_compare(feed, 3)
     pair.assert_moved()
 
 
@@ -311,7 +311,7 @@ def _distributed_tensors_are_thawed_later(setup: Setup, configurations: Sequence
     def reduce(model: nn.Module) -> None:
         for param in model.parameters():
             if param.grad is not None:
-                dist.all_reduce(local(param.grad).mul_(0.5), group=data)
+                dist.all_reduce(local_part(param.grad).mul_(0.5), group=data)
 
     def norms(model: nn.Module) -> Tensor:
         norms: list[Any] = [one.grad.norm().square() for one in pair.stepped() if one.grad is not None]
@@ -453,7 +453,7 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup, co
     for freezes in configurations:
         pair = experts_pair("both", freezes, {"nonfinite": "step"}, find_unused_parameters=freezes == "later")
         feed, opt = batches(rank, 12), pair.opt
-        pair.follow(feed, 2)
+        pair.train_and_compare(feed, 2)
         spread, same = expert_groups(rank, 4, 2)
         dense, experts = ({**pair.groups[place]} for place in (1, 2))
 
@@ -477,9 +477,9 @@ def _an_error_on_one_rank_leaves_the_optimizer_as_it_was_on_all(setup: Setup, co
         refused("rank 2", {**dense, "params": cut} if rank == 2 else dense)
         with changed([param for _, param in experts["params"]] if rank == 3 else []):
             refused("different values on rank 0|different values on .*rank 3|failure on", experts)
-        pair.follow(feed, 2)
+        pair.train_and_compare(feed, 2)
         pair.add()
-        pair.follow(feed, 3)
+        pair.train_and_compare(feed, 3)
         pair.assert_moved()
 
 
@@ -548,9 +548,9 @@ def opt_params(pair: Added, name: str) -> list[tuple[str, Tensor]]:
 def _a_group_waits_for_the_end_of_a_step(setup: Setup) -> None:
     pair = experts_pair("experts", "first", {"overlap": False})
     feed, opt = batches(setup.rank, 12), pair.opt
-    pair.follow(feed, 1)
+    pair.train_and_compare(feed, 1)
     pair.add()
-    pair.follow(feed, 1)
+    pair.train_and_compare(feed, 1)
 
     def late() -> dict[str, Any]:
         return {"params": [("new", nn.Parameter(torch.ones(3)))]}
@@ -582,9 +582,9 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup, configurat
     for how in configurations:
         one = experts_pair("both", "first", {"global_names": names})
         feed = batches(setup.rank, 12)
-        one.follow(feed, 2)
+        one.train_and_compare(feed, 2)
         one.add()
-        one.follow(feed, 2)
+        one.train_and_compare(feed, 2)
         other = experts_pair("both", "first", {"global_names": names})
         other.add()
         if how == "state dict":
@@ -595,7 +595,7 @@ def _state_with_added_groups_goes_on_in_a_new_optimizer(setup: Setup, configurat
             checkpoint.load(setup.folder / "added", model=other.model, optimizer=other.opt)
         other.plain_model.load_state_dict(one.plain_model.state_dict())
         other.plain.load_state_dict(one.plain.state_dict())
-        other.follow(feed, 3)
+        other.train_and_compare(feed, 3)
         other.assert_moved()
 
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import batches
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
@@ -28,6 +27,7 @@ from tests.multiproc.joined_training import (
     train_plain_by_hand,
     train_plain_with_ddp,
 )
+from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP
 
 UNEVEN = ((3, 1), (0, 2), (2, 5), (2, 2))
@@ -57,14 +57,14 @@ Configuration = tuple[tuple[int, int], dict[str, Any], bool]
 def _parts_in_ddp_equal_the_plain_optimizer_under_join(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
     for uneven, mode, counts_all in configurations:
-        beside = MeshTwins("cut, in DDP", mesh, **mode)
-        steps = uneven[beside.place]
-        norms = train_ours(beside, steps, divide_by_initial_world_size=counts_all)
+        twins = MeshTwins("cut, in DDP", mesh, **mode)
+        steps = uneven[twins.place]
+        norms = train_ours(twins, steps, divide_by_initial_world_size=counts_all)
         assert len(norms) == steps
-        train_plain_with_ddp(beside, steps, norms, divide_by_initial_world_size=counts_all)
-        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-        beside.assert_moved()
-        go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+        train_plain_with_ddp(twins, steps, norms, divide_by_initial_world_size=counts_all)
+        twins.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        twins.assert_moved()
+        go_on(twins, uneven, is_clipped="max_grad_norm" in mode)
 
 
 @case(
@@ -80,12 +80,12 @@ def _parts_without_ddp_average_with_zeros_of_ranks_that_have_joined(
 ) -> None:
     mesh = mesh_of_4()
     for kind, (uneven, mode, counts_all) in configurations:
-        beside = MeshTwins(kind, mesh, **mode)
-        norms = train_ours(beside, uneven[beside.place], divide_by_initial_world_size=counts_all)
-        train_plain_by_hand(beside, uneven, norms, counts_all)
-        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-        beside.assert_moved()
-        go_on(beside, uneven, is_clipped="max_grad_norm" in mode)
+        twins = MeshTwins(kind, mesh, **mode)
+        norms = train_ours(twins, uneven[twins.place], divide_by_initial_world_size=counts_all)
+        train_plain_by_hand(twins, uneven, norms, counts_all)
+        twins.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        twins.assert_moved()
+        go_on(twins, uneven, is_clipped="max_grad_norm" in mode)
 
 
 Early = tuple[tuple[str, dict[str, Any]], tuple[tuple[int, ...], str]]
@@ -104,9 +104,9 @@ EARLY_EXPERTS = (*EARLY[:2], ((2, 2, 2, 0), "3"))
 def _a_rank_that_leaves_before_its_peers_is_named_on_all_ranks(setup: Setup, configurations: list[Early]) -> None:
     mesh = mesh_of_4()
     for (kind, mode), (counts, left) in configurations:
-        beside = MeshTwins(kind, mesh, **mode)
+        twins = MeshTwins(kind, mesh, **mode)
         with pytest.raises(RuntimeError, match=f"got global ranks {left} that have joined and .*ZERO-312"):
-            train_ours(beside, counts[setup.rank])
+            train_ours(twins, counts[setup.rank])
         dist.barrier()  # nothing is left over that it could meet
 
 
@@ -122,17 +122,17 @@ def _a_rank_that_has_joined_and_fails_fails_all(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS[1:3]:
         for mode in WITHOUT_DDP[:2]:
-            beside = MeshTwins(kind, mesh, FailingAdamW, **mode)
+            twins = MeshTwins(kind, mesh, FailingAdamW, **mode)
             expected = ArithmeticError if setup.rank == 0 else RuntimeError
             with pytest.raises(expected, match="of rank 0"):
-                train_ours(beside, (1, 3)[beside.place])
+                train_ours(twins, (1, 3)[twins.place])
             dist.barrier()
 
 
-def _scaled_iteration(beside: MeshTwins, scaler: Any) -> None:
-    with Join(joinables(beside.model, beside.opt)):
-        scaler.scale(beside.loss(beside.model, next(batches(beside.place, 1)))).backward()
-        scaler.step(beside.opt)
+def _scaled_iteration(twins: MeshTwins, scaler: Any) -> None:
+    with Join(joinables(twins.model, twins.opt)):
+        scaler.scale(twins.loss(twins.model, next(batches(twins.place, 1)))).backward()
+        scaler.step(twins.opt)
 
 
 @case(4)
@@ -145,13 +145,13 @@ def _a_grad_scaler_under_join_is_refused_on_every_rank(setup: Setup) -> None:
         ("cut, without DDP", {"max_grad_norm": CLIP}),
     )
     for kind, mode in cases:
-        beside = MeshTwins(kind, mesh, **mode)
-        before = [param.detach().clone() for param in beside.model.parameters()]
+        twins = MeshTwins(kind, mesh, **mode)
+        before = [param.detach().clone() for param in twins.model.parameters()]
         with pytest.raises(RuntimeError, match=r"Join does not support torch\.amp\.GradScaler.*\[ZERO-310\]"):
-            _scaled_iteration(beside, torch.amp.GradScaler("cpu", init_scale=64.0))
+            _scaled_iteration(twins, torch.amp.GradScaler("cpu", init_scale=64.0))
         dist.barrier()
         if mode:  # else the step was taken inside backward, before the scaler has called
-            for param, old in zip(beside.model.parameters(), before, strict=True):
+            for param, old in zip(twins.model.parameters(), before, strict=True):
                 assert torch.equal(param, old), f"{kind}, {mode}"
 
 
@@ -160,24 +160,24 @@ UNEVEN_EXPERTS = ((3, 3, 1, 1), (0, 0, 2, 2), (1, 1, 4, 4))
 
 
 def _train_plain_with_losses_of_zero(
-    beside: MeshTwins, uneven: Sequence[int], norms: Sequence[float], scale: int
+    twins: MeshTwins, uneven: Sequence[int], norms: Sequence[float], scale: int
 ) -> None:
     """Every rank goes on to the end; without inputs its loss is zero, and no token of it has reached an expert."""
     last = [list[float](norms)]
     dist.broadcast_object_list(last, src=uneven.index(max(uneven)))
-    for step, (batch, norm) in enumerate(zip(batches(beside.place, max(uneven)), last[0], strict=True)):
-        beside.plain.zero_grad()
-        has_joined = step >= uneven[beside.place]
-        (beside.loss(beside.plain_model, batch) * (0.0 if has_joined else 1.0)).backward()
-        for name, param in beside.plain_model.named_parameters():
+    for step, (batch, norm) in enumerate(zip(batches(twins.place, max(uneven)), last[0], strict=True)):
+        twins.plain.zero_grad()
+        has_joined = step >= uneven[twins.place]
+        (twins.loss(twins.plain_model, batch) * (0.0 if has_joined else 1.0)).backward()
+        for name, param in twins.plain_model.named_parameters():
             if ".experts." in name and has_joined:
                 param.grad = None
-        beside.reduce(beside.plain_model)
+        twins.reduce(twins.plain_model)
         if scale > 1 and any(step >= steps for steps in uneven):
-            for param in beside.plain_model.parameters():
+            for param in twins.plain_model.parameters():
                 if param.grad is not None:
                     param.grad.mul_(scale)  # averages of those that still train, half of all
-        step_plain(beside, norm)
+        step_plain(twins, norm)
 
 
 @case(
@@ -193,37 +193,37 @@ def _experts_that_exchange_tokens_leave_together_and_their_replicas_go_on(
 ) -> None:
     mesh = mesh_of_4()
     for uneven, mode, counts_all in configurations:
-        beside = MeshTwins("experts", mesh, **mode)
-        norms = train_ours(beside, uneven[setup.rank], divide_by_initial_world_size=counts_all)
-        _train_plain_with_losses_of_zero(beside, uneven, norms, scale=1 if counts_all else 2)
-        beside.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
-        beside.assert_moved()
+        twins = MeshTwins("experts", mesh, **mode)
+        norms = train_ours(twins, uneven[setup.rank], divide_by_initial_world_size=counts_all)
+        _train_plain_with_losses_of_zero(twins, uneven, norms, scale=1 if counts_all else 2)
+        twins.assert_equal(f"with {mode}, {uneven} batches, divided by all {counts_all}")
+        twins.assert_moved()
         # the first rank's first backward pass orders DDP's buckets, and sums of four depend on their layout
-        for batch in batches(beside.place, 1, 7) if uneven[0] else ():
-            beside.zero_grad()
-            beside.backward(batch)
-            beside.opt.step()
+        for batch in batches(twins.place, 1, 7) if uneven[0] else ():
+            twins.zero_grad()
+            twins.backward(batch)
+            twins.opt.step()
             if "max_grad_norm" in mode:
-                beside.clip_plain(CLIP)
-            beside.plain.step()
-            beside.assert_equal(f"one step after Join with {mode}, {uneven} batches")
+                twins.clip_plain(CLIP)
+            twins.plain.step()
+            twins.assert_equal(f"one step after Join with {mode}, {uneven} batches")
 
 
 @case(4)
 def _an_exception_that_leaves_join_leaves_nothing_on_the_model(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS[1:3]:
-        beside = MeshTwins(kind, mesh)
-        hooks = len(beside.model._forward_pre_hooks)
-        with suppress(ArithmeticError), Join(joinables(beside.model, beside.opt)):
-            for batch in batches(beside.place, 1):
-                beside.loss(beside.model, batch).backward()
-                beside.opt.step()
-            assert internals.is_under_join(beside.opt)
+        twins = MeshTwins(kind, mesh)
+        hooks = len(twins.model._forward_pre_hooks)
+        with suppress(ArithmeticError), Join(joinables(twins.model, twins.opt)):
+            for batch in batches(twins.place, 1):
+                twins.loss(twins.model, batch).backward()
+                twins.opt.step()
+            assert internals.is_under_join(twins.opt)
             raise ArithmeticError
-        assert not internals.is_under_join(beside.opt)
-        assert "_check_global_requires_backward_grad_sync" not in vars(beside.model)
-        assert len(beside.model._forward_pre_hooks) == hooks
+        assert not internals.is_under_join(twins.opt)
+        assert "_check_global_requires_backward_grad_sync" not in vars(twins.model)
+        assert len(twins.model._forward_pre_hooks) == hooks
 
 
 @case(4)
@@ -245,11 +245,11 @@ def _join_is_refused_where_ranks_that_have_joined_would_be_missing(setup: Setup)
     )
     with pytest.raises(NotImplementedError, match=r"over pipeline stages needs a schedule of torch.*ZERO-812"):
         Join([staged])
-    beside = MeshTwins("cut, in DDP", mesh)
+    twins = MeshTwins("cut, in DDP", mesh)
     with pytest.raises(ValueError, match=r"list the DDP model before its ParallelOptimizer.*ZERO-312"):
-        Join([beside.opt, *joinables(beside.model)])
+        Join([twins.opt, *joinables(twins.model)])
     with pytest.raises(NotImplementedError, match=r"=False with a communication hook.*ZERO-310"):
-        Join(joinables(beside.model, beside.opt), divide_by_initial_world_size=False)
+        Join(joinables(twins.model, twins.opt), divide_by_initial_world_size=False)
 
 
 test_parallel_join = case.each()

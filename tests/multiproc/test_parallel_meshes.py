@@ -25,7 +25,7 @@ from tests.multiproc.parallel_models import (
     blocks,
     check_norm,
     cut_groups,
-    local,
+    local_part,
     norm_of,
     parallelized,
     scale_gradients,
@@ -93,12 +93,12 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         opt = ParallelOptimizer(
             model, AdamW, mesh=mesh, data_parallel_dim="data", max_grad_norm=clipped, foreach=False, **OPTIONS
         )
-        before = [local(param).clone() for param in model.parameters()]
+        before = [local_part(param).clone() for param in model.parameters()]
         for step, batch in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
             plain.zero_grad()
             (expected(batch[0]) - 0.1).pow(4).mean().backward()
             for param in expected.parameters():
-                grad = local(param.grad).mul_(0.5)
+                grad = local_part(param.grad).mul_(0.5)
                 dist.all_reduce(grad, group=data)
             opt.zero_grad()
             assert all(param.grad is None for param in model.parameters())
@@ -112,8 +112,10 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
                 scale_gradients(expected, opt.last_step.grad_norm or 0.0)
             plain.step()
             for (name, mine), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-                assert_identical(local(other), local(mine), f"{name} after step {step}, clipped: {clipped}")
-        assert all(not torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
+                assert_identical(local_part(other), local_part(mine), f"{name} after step {step}, clipped: {clipped}")
+        assert all(
+            not torch.equal(local_part(param), old) for param, old in zip(model.parameters(), before, strict=True)
+        )
     with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
 
@@ -137,7 +139,9 @@ def _gradients_of_distributed_tensors_are_zeroed_where_those_of_others_are(setup
                     param.sum().backward()
             optimizer.step()
         half = slice(2 * setup.rank, 2 * setup.rank + 2)
-        assert_identical(whole[0].detach()[half].clone(), local(model[0]), f"the distributed tensor after step {step}")
+        assert_identical(
+            whole[0].detach()[half].clone(), local_part(model[0]), f"the distributed tensor after step {step}"
+        )
         assert_identical(whole[1].detach(), model[1].detach(), f"the other one after step {step}")
 
 
@@ -232,7 +236,7 @@ def _optimizers_that_look_at_whole_parameters_get_whole_ones_or_none(setup: Setu
         whole[0].grad = distribute_tensor(grad.clone(), mesh["tensor"], [Replicate()])
         opt.step()
         plain_opt.step()
-        assert_identical(expected[0].detach(), local(whole[0]), f"step {step}")
+        assert_identical(expected[0].detach(), local_part(whole[0]), f"step {step}")
     flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tensor"))
     alone = nn.ParameterList([distribute_tensor(torch.ones(4, 4), flat["tensor"], [Shard(0)])])
     ParallelOptimizer(alone, ToyLAMB, mesh=flat, data_parallel_dim="data")  # nobody else holds a part

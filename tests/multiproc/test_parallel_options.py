@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 
-from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.failing import FailingAdamW, fail_at_once, iterations
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP, tied_group
 from tests.multiproc.parallel_options import Flights, assert_away, check_state
 from tests.multiproc.stages import train_beside_plain
@@ -39,10 +39,10 @@ def _parameters_arrive_during_the_next_forward_pass(
     for kind, mode in configurations:
         flights = Flights()
         with flights.noting:
-            beside = MeshTwins(kind, mesh, sync="forward", **mode)
-            beside.follow(clip=mode.get("max_grad_norm"))
+            twins = MeshTwins(kind, mesh, sync="forward", **mode)
+            twins.train_and_compare(clip=mode.get("max_grad_norm"))
         flights.check(2 if kind == "experts" else 1)
-        beside.opt.finish_sync()
+        twins.opt.finish_sync()
     with pytest.raises(NotImplementedError, match=r"sync='forward' does not support distributed tensors such as param"):
         MeshTwins("distributed tensors", mesh, sync="forward")
     with pytest.raises(ValueError, match="sync='forward' needs parameters_as_bucket_view=True, got False"):
@@ -60,9 +60,9 @@ def _parameters_arrive_during_the_next_forward_pass(
 def _an_error_of_one_rank_reaches_all_while_parameters_are_in_flight(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, member, rank in (("experts", 1, 3), ("cut, in DDP", 0, 2), ("cut, without DDP", 0, 1)):
-        beside = MeshTwins(kind, mesh, FailingAdamW, sync="forward")
-        data = iterations(beside.opt, beside.model, beside.loss, beside.place)
-        fail_at_once(beside.opt, data, member, rank)
+        twins = MeshTwins(kind, mesh, FailingAdamW, sync="forward")
+        data = iterations(twins.opt, twins.model, twins.loss, twins.place)
+        fail_at_once(twins.opt, data, member, rank)
 
 
 @case(
@@ -74,11 +74,11 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple
     mesh = mesh_of_4()
     for kind, mode in configurations:
         with taken_for_a_device():
-            beside = MeshTwins(kind, mesh, offload="cpu", **mode)
-        beside.follow(clip=mode.get("max_grad_norm"))
-        for member in beside.opt.members:
+            twins = MeshTwins(kind, mesh, offload="cpu", **mode)
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        for member in twins.opt.members:
             assert_away(member)
-        check_state(beside)
+        check_state(twins)
     stages_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(stages_mesh)
     for stages in ({"wraps": False, "max_grad_norm": CLIP}, {"stage": 2}):
@@ -90,19 +90,19 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[tuple
 def _state_moves_away_between_phases_and_back(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind in KINDS:
-        beside = MeshTwins(kind, mesh, overlap=False)
-        beside.follow(2)
-        beside.opt.offload_state("cpu")
+        twins = MeshTwins(kind, mesh, overlap=False)
+        twins.train_and_compare(2)
+        twins.opt.offload_state("cpu")
         with pytest.raises(RuntimeError, match=r"offload_state\(\)"):
-            beside.opt.offload_state()
-        beside.zero_grad()
-        beside.backward((torch.ones(6, 8), torch.ones(6, 3)))
+            twins.opt.offload_state()
+        twins.zero_grad()
+        twins.backward((torch.ones(6, 8), torch.ones(6, 3)))
         with pytest.raises(RuntimeError, match=r"reload_state\(\)"):
-            beside.opt.step()
+            twins.opt.step()
         torch.distributed.barrier()
-        beside.opt.reload_state()
-        beside.opt.reset()
-        beside.follow(2)
+        twins.opt.reload_state()
+        twins.opt.reset()
+        twins.train_and_compare(2)
 
 
 test_parallel_options = case.each()

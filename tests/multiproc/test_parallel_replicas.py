@@ -13,10 +13,10 @@ from torch.optim import AdamW
 from ddp_zero import checkpoint
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.experts import dense_and_experts
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP, OPTIONS
 from tests.multiproc.replicas import groups_of, hook_of
 
@@ -51,10 +51,10 @@ def _dense_parameters_beside_experts_are_sharded_over_pairs(
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
     for mode, has_own in configurations:
         of_group = {"shard_group": alone} if has_own else None
-        beside = MeshTwins("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
-        beside.follow(clip=mode.get("max_grad_norm"))
-        check_state(beside.opt, 0, pairs)
-        assert internals.ranks_of(beside.opt.members[1]).num_replicas == (2 if has_own else 1)
+        twins = MeshTwins("experts", mesh, plain_hook=hook_of(mode), of_group=of_group, shard_group=pairs, **mode)
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        check_state(twins.opt, 0, pairs)
+        assert internals.ranks_of(twins.opt.members[1]).num_replicas == (2 if has_own else 1)
 
 
 @case(4)
@@ -62,9 +62,9 @@ def _parts_that_every_rank_keeps_the_state_of_equal_the_plain_optimizer(setup: S
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind in KINDS[1:]:
         for mode in MODES[2:4] if kind == "cut, in DDP" else MODES[:3:2]:
-            beside = MeshTwins(kind, mesh, shard_group=alone, **mode)
-            beside.follow(clip=mode.get("max_grad_norm"))
-            check_state(beside.opt, 0, alone)
+            twins = MeshTwins(kind, mesh, shard_group=alone, **mode)
+            twins.train_and_compare(clip=mode.get("max_grad_norm"))
+            check_state(twins.opt, 0, alone)
 
 
 @case(8, marks=[pytest.mark.nightly])
@@ -72,13 +72,13 @@ def _two_replicas_of_two_shards_of_two_parts_equal_ddp_and_save_once(setup: Setu
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     sharers = mesh.get_group("shard")
     for mode in MODES[1:4]:
-        beside = MeshTwins("cut, in DDP", mesh, plain_hook=hook_of(mode), shard_group=sharers, **mode)
-        assert len(beside.opt.process_groups) == 2, "all data-parallel ranks, and the ranks with other parts"
-        beside.follow(clip=mode.get("max_grad_norm"))
-        check_state(beside.opt, 0, sharers)
+        twins = MeshTwins("cut, in DDP", mesh, plain_hook=hook_of(mode), shard_group=sharers, **mode)
+        assert len(twins.opt.process_groups) == 2, "all data-parallel ranks, and the ranks with other parts"
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        check_state(twins.opt, 0, sharers)
     folder = setup.folder / "of eight"
-    state = beside.opt.state_dict()
-    checkpoint.save(folder, beside.model, beside.opt, step=1)
+    state = twins.opt.state_dict()
+    checkpoint.save(folder, twins.model, twins.opt, step=1)
     flat = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
     again = MeshTwins("cut, in DDP", flat)
     checkpoint.load(folder, again.model, again.opt)
@@ -90,7 +90,7 @@ def _two_replicas_of_two_shards_of_two_parts_equal_ddp_and_save_once(setup: Setu
 def _a_checkpoint_of_replicas_loads_without_them_and_back(setup: Setup) -> None:
     mesh, pairs, alone = mesh_of_4(), groups_of(2), groups_of(1)
     first = MeshTwins("experts", mesh, shard_group=pairs, of_group={"shard_group": alone})
-    first.follow(2)
+    first.train_and_compare(2)
     flat, back = MeshTwins("experts", mesh), MeshTwins("experts", mesh, shard_group=pairs)
     for number, (source, target) in enumerate(((first, flat), (flat, back))):
         checkpoint.save(setup.folder / str(number), source.model, source.opt, step=1)
@@ -113,12 +113,12 @@ def _shard_groups_that_do_not_fit_are_refused_on_every_rank(setup: Setup) -> Non
         MeshTwins("experts", mesh, shard_group="tensor" if setup.rank == 1 else pairs)
     with pytest.raises(ValueError, match="a DDP model, and a shard group"):
         MeshTwins("experts", mesh, shard_group=None if setup.rank == 1 else pairs)
-    beside = MeshTwins("experts", mesh)
-    dense, experts = dense_and_experts(beside.plain_model, beside.same)
+    twins = MeshTwins("experts", mesh)
+    dense, experts = dense_and_experts(twins.plain_model, twins.same)
     named = experts["params"]
     parts = [{**experts, "params": named[::2]}, {**experts, "params": named[1::2], "shard_group": alone}]
     with pytest.raises(ValueError, match=r"shard_group of parameter groups \[1\] in parameter group 2"):
-        ParallelOptimizer(beside.plain_model, AdamW, [dense, *parts], **OPTIONS)
+        ParallelOptimizer(twins.plain_model, AdamW, [dense, *parts], **OPTIONS)
 
 
 test_parallel_replicas = case.each()

@@ -13,9 +13,9 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import assert_identical, batches
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP, OPTIONS, tied_group
 from tests.multiproc.scaled import OVERFLOWS, SCALE, STEPS, agree, new_scaler, spoil, train_scaled
 from tests.multiproc.stages import Stages
@@ -88,22 +88,22 @@ def _stages_follow_one_scale(setup: Setup) -> None:
 @case(4)
 def _scales_that_differ_and_a_second_scale_are_refused_on_every_rank(setup: Setup) -> None:
     mesh = mesh_of_4()
-    beside = MeshTwins("cut, without DDP", mesh)
+    twins = MeshTwins("cut, without DDP", mesh)
     scaler = new_scaler(SCALE * (2 if setup.rank == 3 else 1))
-    batch = next(batches(beside.place, 1))
-    scaler.scale(beside.loss(beside.model, batch)).backward()
+    batch = next(batches(twins.place, 1))
+    scaler.scale(twins.loss(twins.model, batch)).backward()
     with pytest.raises(
         RuntimeError, match=r"a torch\.amp\.GradScaler of scale 2048 and of 1024 on rank 0 .*\(global rank 3\)"
     ):
-        scaler.step(beside.opt)
+        scaler.step(twins.opt)
     dist.barrier()
-    beside = MeshTwins("cut, without DDP", mesh, loss_scale=ddp_zero.DynamicLossScale())
+    twins = MeshTwins("cut, without DDP", mesh, loss_scale=ddp_zero.DynamicLossScale())
     scaler = new_scaler()
-    scaler.scale(beside.loss(beside.model, batch)).backward()
+    scaler.scale(twins.loss(twins.model, batch)).backward()
     with pytest.raises(RuntimeError, match=r"loss_scale= and is stepped by a torch\.amp\.GradScaler"):
-        scaler.step(beside.opt)
+        scaler.step(twins.opt)
     with pytest.raises(RuntimeError, match="Expected found_inf to be set by a torch"):
-        beside.opt.found_inf = torch.zeros(())
+        twins.opt.found_inf = torch.zeros(())
 
 
 @case(4)

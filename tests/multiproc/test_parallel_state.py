@@ -24,11 +24,11 @@ import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.beside_parallel import MeshTwins, mesh_of_4
 from tests.multiproc.cases import STATE_WRITES, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock
 from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.mesh_twins import MeshTwins, mesh_of_4
 from tests.multiproc.moved_state import OPTIONS, TOTAL, Spread, Staged, move_experts, move_stages
 
 case = Cases(timeout=120, group_timeout=30)

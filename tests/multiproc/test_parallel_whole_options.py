@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import internals
-from tests.multiproc.beside_parallel import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.cases import ToyLAMB
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.joined_training import go_on, train_ours, train_plain_by_hand, train_plain_with_ddp
+from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP
 from tests.multiproc.parallel_options import Flights, assert_away, check_state
 from tests.multiproc.replicas import groups_of, hook_of
@@ -30,7 +30,7 @@ MODES: tuple[dict[str, Any], ...] = ({}, {"stage": 2}, {"max_grad_norm": CLIP}, 
 case = Cases(timeout=400, group_timeout=60)
 
 
-def beside(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> MeshTwins:
+def mesh_twins(kind: str, mesh: DeviceMesh, sizes: tuple[int, int], **options: Any) -> MeshTwins:
     found = MeshTwins(kind, mesh, ToyLAMB, wholes=OF_DTENSOR[sizes] if kind == DISTRIBUTED else sizes, **options)
     assert internals.cuts_of(found.opt), "parts meet"
     return found
@@ -55,7 +55,7 @@ EVERY = configurations_of(KINDS[1:], SIZES)
 def _every_kind_and_mode_equals_one_device(setup: Setup) -> None:
     mesh = mesh_of_4()
     for kind, sizes, mode in EVERY:
-        beside(kind, mesh, sizes, **mode).follow(clip=mode.get("max_grad_norm"))
+        mesh_twins(kind, mesh, sizes, **mode).train_and_compare(clip=mode.get("max_grad_norm"))
 
 
 @case(
@@ -68,10 +68,10 @@ def _parameters_arrive_during_the_next_forward_pass(setup: Setup, configurations
     for kind, sizes, mode in configurations:
         flights = Flights()
         with flights.noting:
-            one = beside(kind, mesh, sizes, sync="forward", **mode)
-            one.follow(clip=mode.get("max_grad_norm"))
+            twins = mesh_twins(kind, mesh, sizes, sync="forward", **mode)
+            twins.train_and_compare(clip=mode.get("max_grad_norm"))
         flights.check(1)
-        one.opt.finish_sync()
+        twins.opt.finish_sync()
 
 
 @case(
@@ -83,21 +83,21 @@ def _state_is_in_the_memory_of_the_host(setup: Setup, configurations: list[Confi
     mesh = mesh_of_4()
     for kind, sizes, mode in configurations:
         with taken_for_a_device():
-            one = beside(kind, mesh, sizes, offload="cpu", **mode)
-        one.follow(clip=mode.get("max_grad_norm"))
-        assert_away(one.opt.members[0])
-        check_state(one)
+            twins = mesh_twins(kind, mesh, sizes, offload="cpu", **mode)
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        assert_away(twins.opt.members[0])
+        check_state(twins)
 
 
 @case(4, few=FEW, every=[*product(KINDS[1:], SIZES[:2], [PLAIN])])
 def _state_moves_away_between_phases_and_back(setup: Setup, configurations: list[Configuration]) -> None:
     mesh = mesh_of_4()
     for kind, sizes, _ in configurations:
-        one = beside(kind, mesh, sizes)
-        one.follow(2)
-        one.opt.offload_state()
-        one.opt.reload_state()
-        one.follow(2)
+        twins = mesh_twins(kind, mesh, sizes)
+        twins.train_and_compare(2)
+        twins.opt.offload_state()
+        twins.opt.reload_state()
+        twins.train_and_compare(2)
 
 
 IN_THE_LOOP: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2, "overlap": False})
@@ -117,7 +117,7 @@ def _scales_under_a_grad_scaler_equal_one_device(setup: Setup, configurations: l
     mesh = mesh_of_4()
     for kind, sizes, mode in configurations:
         unscaled_in = "the loop" if mode in IN_THE_LOOP else "the step" if "max_grad_norm" in mode else None
-        train_scaled(beside(kind, mesh, sizes, **mode), unscaled_in)
+        train_scaled(mesh_twins(kind, mesh, sizes, **mode), unscaled_in)
 
 
 INPUTS = ((3, 1), (0, 2), (2, 2))
@@ -138,26 +138,26 @@ def _parts_whose_data_parallel_rank_has_joined(
     """Owners that have joined step the wholes of which they have parts."""
     mesh = mesh_of_4()
     for (kind, sizes, mode), inputs in configurations:
-        one = beside(kind, mesh, sizes, **mode)
-        steps = inputs[one.place]
-        norms = train_ours(one, steps)
+        twins = mesh_twins(kind, mesh, sizes, **mode)
+        steps = inputs[twins.place]
+        norms = train_ours(twins, steps)
         assert len(norms) == steps
         if kind == IN_DDP:
-            train_plain_with_ddp(one, steps, norms)
+            train_plain_with_ddp(twins, steps, norms)
         else:
-            train_plain_by_hand(one, inputs, norms, counts_all=True)
-        one.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
-        one.assert_moved()
-        go_on(one, inputs, is_clipped="max_grad_norm" in mode)
+            train_plain_by_hand(twins, inputs, norms, counts_all=True)
+        twins.assert_equal(f"with {mode}, parts {sizes}, {inputs} batches")
+        twins.assert_moved()
+        go_on(twins, inputs, is_clipped="max_grad_norm" in mode)
 
 
 @case(4, few=FEW, every=configurations_of(KINDS[1:], SIZES[:2]))
 def _every_rank_keeps_the_state_of_its_wholes(setup: Setup, configurations: list[Configuration]) -> None:
     mesh, alone = mesh_of_4(), groups_of(1)
     for kind, sizes, mode in configurations:
-        one = beside(kind, mesh, sizes, shard_group=alone, **mode)
-        one.follow(clip=mode.get("max_grad_norm"))
-        check_replicas(one, 2)
+        twins = mesh_twins(kind, mesh, sizes, shard_group=alone, **mode)
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        check_replicas(twins, 2)
 
 
 @case(8, few=[(UNEVEN, BOTH)], every=[*product((EVEN, UNEVEN), MODES[1:])])
@@ -166,17 +166,17 @@ def _two_replicas_of_two_shards_of_two_parts_equal_one_device(
 ) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     for sizes, mode in configurations:
-        one = beside(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
-        one.follow(clip=mode.get("max_grad_norm"))
-        check_replicas(one, 2)
+        twins = mesh_twins(IN_DDP, mesh, sizes, plain_hook=hook_of(mode), shard_group=mesh.get_group("shard"), **mode)
+        twins.train_and_compare(clip=mode.get("max_grad_norm"))
+        check_replicas(twins, 2)
 
 
-def check_replicas(one: MeshTwins, replicas: int) -> None:
+def check_replicas(twins: MeshTwins, replicas: int) -> None:
     """Every whole has its state on as many hosts as there are replicas, all else on every rank with other parts too."""
-    given = {stepped: param for stepped, param in internals.given_for(one.opt).items()}
-    here = {given.get(param, param) for param, state in one.opt.state.items() if state}
-    numbers = internals.cuts_of(one.opt)
-    counted = torch.tensor([int(param in here) for param in one.model.parameters()])
+    given = {stepped: param for stepped, param in internals.given_for(twins.opt).items()}
+    here = {given.get(param, param) for param, state in twins.opt.state.items() if state}
+    numbers = internals.cuts_of(twins.opt)
+    counted = torch.tensor([int(param in here) for param in twins.model.parameters()])
     dist.all_reduce(counted)
     found = sorted(counted.tolist())
     assert found == sorted([replicas] * len(numbers) + [2 * replicas] * (len(counted) - len(numbers)))

@@ -50,7 +50,7 @@ def test_every_optimizer_equals_ddp_with_the_plain_one(world_size: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_optimizer_in_every_kind_of_storage_and_groups(world_size: int) -> None:
+def test_every_optimizer_equals_ddp_in_every_kind_of_storage_and_groups(world_size: int) -> None:
     _assert_parity(world_size, is_full=True)
 
 

@@ -127,5 +127,5 @@ def test_a_step_that_needs_all_gradients_equals_ddp_with_torchs_own_parts(stage:
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_every_recipe_in_every_mode(stage: int, world_size: int) -> None:
+def test_every_recipe_equals_its_reference_in_every_mode(stage: int, world_size: int) -> None:
     _assert_parity(stage, world_size, is_full=True)

@@ -151,7 +151,7 @@ def test_masters_of_fp32_parameters_are_refused() -> None:
     assert "Expected --dtype bf16 with --master-weights, got fp32" in run.errors
 
 
-def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
+def test_the_printed_table_has_the_bytes_of_each_rank(comparison: Comparison) -> None:
     rows = comparison.run.rows()
     assert [row.rank for row in rows] == [0, 1, 0, 1]
     whole, also_whole, *sharded = rows
@@ -169,7 +169,7 @@ def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
         assert row.peak > row.state
 
 
-def test_it_draws_a_picture(comparison: Comparison) -> None:
+def test_the_picture_of_losses_is_written(comparison: Comparison) -> None:
     pytest.importorskip("matplotlib")
     assert comparison.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 

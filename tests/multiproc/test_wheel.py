@@ -65,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     about = f"ddp_zero-{ddp_zero.__version__}.dist-info"
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_zero").rglob("*.py")}
     with ZipFile(wheel) as archive:

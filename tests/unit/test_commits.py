@@ -23,7 +23,7 @@ DIFF = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-{1}\n+{2}\n"
         ("docs/launch.md", "- At 3 ranks.", "", False),
     ],
 )
-def test_what_needs_a_reason(file: str, before: str, after: str, expected: bool) -> None:
+def test_changes_of_tests_limits_and_numbers_need_a_body(file: str, before: str, after: str, expected: bool) -> None:
     assert changes_a_claim(DIFF.format(file, before, after)) is expected
     added = DIFF.format(file, before, after).replace(f"--- a/{file}", "--- /dev/null")
     assert not changes_a_claim(added)
@@ -38,7 +38,7 @@ def commit(root: Path, message: str, **files: str) -> None:
     git("-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "-m", message, root=root)
 
 
-def test_new_commits_of_whole_and_of_shallow_clones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_commits_are_listed_in_whole_clones_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, shallow = tmp_path / "whole", tmp_path / "shallow"
     root.mkdir()
     assert main(root) == 0

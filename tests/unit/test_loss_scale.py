@@ -14,7 +14,7 @@ TINY = 2.0**-126
 """A minimum that no test reaches."""
 
 
-def follow(scale: LossScale, steps: str) -> list[float]:
+def scales_after(scale: LossScale, steps: str) -> list[float]:
     """The scale after each step: an overflow is an ``x``, a good step a dot."""
     values = []
     for step in steps:
@@ -51,20 +51,20 @@ def test_a_scale_without_patience_equals_that_of_grad_scaler(
 
 def test_it_doubles_after_an_interval_of_good_steps_and_halves_at_an_overflow() -> None:
     scale = LossScale(DynamicLossScale(initial=8.0, growth_interval=3))
-    assert follow(scale, "...") == [8, 8, 16]
-    assert follow(scale, "..x") == [16, 16, 8]
-    assert follow(scale, "..x...") == [8, 8, 4, 4, 4, 8]
+    assert scales_after(scale, "...") == [8, 8, 16]
+    assert scales_after(scale, "..x") == [16, 16, 8]
+    assert scales_after(scale, "..x...") == [8, 8, 4, 4, 4, 8]
 
 
 def test_the_first_growth_may_come_later_than_the_others() -> None:
     scale = LossScale(DynamicLossScale(initial=8.0, growth_interval=2, first_interval=3))
-    assert follow(scale, ".......") == [8, 8, 16, 16, 32, 32, 64]
-    assert follow(scale, "x...") == [32, 32, 32, 64]
+    assert scales_after(scale, ".......") == [8, 8, 16, 16, 32, 32, 64]
+    assert scales_after(scale, "x...") == [32, 32, 32, 64]
     state = LossScale(DynamicLossScale(initial=8.0, growth_interval=2, first_interval=3)).state_dict()
     scale.load_state_dict(state)
-    assert follow(scale, "...") == [8, 8, 16]
+    assert scales_after(scale, "...") == [8, 8, 16]
     early = LossScale(DynamicLossScale(initial=8.0, growth_interval=3, first_interval=1))
-    assert follow(early, "....x.") == [16, 16, 16, 32, 16, 32]
+    assert scales_after(early, "....x.") == [16, 16, 16, 32, 16, 32]
 
 
 def test_every_good_step_may_restore_the_hysteresis() -> None:
@@ -72,8 +72,8 @@ def test_every_good_step_may_restore_the_hysteresis() -> None:
         LossScale(DynamicLossScale(initial=8.0, hysteresis=2, restores_hysteresis=restores))
         for restores in (True, False)
     )
-    assert follow(often, "x.x.xx") == [8, 8, 8, 8, 8, 4]
-    assert follow(once, "x.x.xx") == [8, 8, 4, 4, 2, 1]
+    assert scales_after(often, "x.x.xx") == [8, 8, 8, 8, 8, 4]
+    assert scales_after(once, "x.x.xx") == [8, 8, 4, 4, 2, 1]
 
 
 def test_its_usual_numbers_are_those_of_grad_scaler() -> None:
@@ -102,7 +102,7 @@ def test_patience_postpones_backing_off_alone(hysteresis: int, growth_interval: 
         if good == growth_interval:
             before, good, overflows_since_growth = before * 2, 0, 0
         expected.append(before)
-    assert follow(LossScale(policy), steps) == expected
+    assert scales_after(LossScale(policy), steps) == expected
 
 
 # Limits
@@ -110,8 +110,8 @@ def test_patience_postpones_backing_off_alone(hysteresis: int, growth_interval: 
 
 def test_it_stays_at_the_minimum_which_need_not_be_the_initial_one_divided() -> None:
     scale = LossScale(DynamicLossScale(initial=8.0, minimum=3.0, growth_interval=2))
-    assert follow(scale, "xxx") == [4, 3, 3]
-    assert follow(scale, "..") == [3, 6]
+    assert scales_after(scale, "xxx") == [4, 3, 3]
+    assert scales_after(scale, "..") == [3, 6]
 
 
 def test_it_is_at_its_minimum_where_the_next_overflow_cannot_lower_it() -> None:
@@ -135,14 +135,14 @@ def test_it_is_not_at_its_minimum_while_it_has_patience() -> None:
 def test_at_its_minimum_it_still_grows_and_then_is_not() -> None:
     scale = LossScale(DynamicLossScale(initial=1.0, growth_interval=1))
     assert scale.is_at_minimum
-    assert follow(scale, ".") == [2]
+    assert scales_after(scale, ".") == [2]
     assert not scale.is_at_minimum
 
 
 @pytest.mark.parametrize("growth_factor", [2.0, 3.0, 1e30])
 def test_a_scale_grows_up_to_what_fp32_can_hold(growth_factor: float) -> None:
     scale = LossScale(DynamicLossScale(initial=2.0**120, growth_factor=growth_factor, growth_interval=1))
-    values = follow(scale, "." * 20)
+    values = scales_after(scale, "." * 20)
     assert max(values) <= 2.0**127
     assert max(values) * growth_factor > 2.0**127
     assert all(math.isfinite(value) for value in torch.tensor(values, dtype=torch.float32).tolist())
@@ -151,9 +151,9 @@ def test_a_scale_grows_up_to_what_fp32_can_hold(growth_factor: float) -> None:
 
 def test_the_largest_scale_is_reached_and_a_growth_that_is_too_large_still_renews_patience() -> None:
     scale = LossScale(DynamicLossScale(initial=2.0**126, growth_interval=1, hysteresis=2))
-    assert follow(scale, "...") == [2.0**127] * 3
-    assert follow(scale, "x.x") == [2.0**127] * 3
-    assert follow(scale, "x") == [2.0**126]
+    assert scales_after(scale, "...") == [2.0**127] * 3
+    assert scales_after(scale, "x.x") == [2.0**127] * 3
+    assert scales_after(scale, "x") == [2.0**126]
 
 
 # A scale that does not follow
@@ -164,7 +164,7 @@ def test_a_number_is_a_scale_that_never_changes(number: float) -> None:
     scale = LossScale(number)
     assert not scale.is_dynamic
     assert isinstance(scale.value, float)
-    assert follow(scale, "x.x.xxxx....") == [number] * 12
+    assert scales_after(scale, "x.x.xxxx....") == [number] * 12
     assert not scale.is_at_minimum
 
 
@@ -207,4 +207,4 @@ def test_arguments_that_are_no_numbers_are_refused_with_name_and_value(name: str
 
 def test_the_edges_of_the_ranges_are_allowed() -> None:
     policy = DynamicLossScale(initial=1.0, growth_factor=1.0, growth_interval=1, hysteresis=1, minimum=1.0)
-    assert follow(LossScale(policy), "..x.") == [1.0] * 4
+    assert scales_after(LossScale(policy), "..x.") == [1.0] * 4

@@ -90,7 +90,7 @@ def test_every_command_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith(f"usage: ddp-zero {name}")
 
 
-def test_without_a_command_it_checks_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_without_a_command_checks_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "ddp_zero can work here" in capsys.readouterr().out
     assert main(["--json"]) == 0
@@ -159,7 +159,7 @@ def test_the_broken_pipe_of_a_command_itself_is_an_error(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_the_interpreter_says_nothing_of_it_at_its_exit(unbuffered: str) -> None:
+def test_a_closed_pipe_leaves_no_error_of_the_interpreter(unbuffered: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     ended = subprocess.run(

@@ -126,7 +126,7 @@ def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_step_prints_progress_times_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     watch = report(steps_per_print=2, memory_breakdown=True, wall_clock_breakdown=True, dump_state=True)
     assert capsys.readouterr().out.startswith("Config(batch=Batch(train=8")
     with watch.measure("forward"):

@@ -96,7 +96,9 @@ def test_a_run_goes_on_from_the_last_report_and_later_checkpoints_are_removed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ray_decides_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_refuses_options_of_checkpoints_that_ray_decides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = Run(monkeypatch, tmp_path)
     with pytest.raises(TypeError, match=r"Expected options of a checkpoint that Ray keeps.* got keep\..*\[ZERO-916\]"):
         run.module.report({}, nn.Linear(2, 2), keep=2)

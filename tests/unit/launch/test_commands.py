@@ -19,7 +19,7 @@ def build(launcher: str, *arguments: str) -> tuple[HostCommand, ...]:
     return commands(launcher, TWO, MEETING, options(*arguments), GUARD, FOLDER, {"X": "a b"})
 
 
-def test_the_command_line() -> None:
+def test_options_are_parsed_with_their_defaults_and_the_script() -> None:
     script = ("train.py", "--lr", "it's %n")
     nothing = {"hostfile": None, "include": "", "exclude": "", "num_nodes": None, "nproc": None, "launcher": None}
     lists = {"env_files": [], "ssh_args": (), "script": script}

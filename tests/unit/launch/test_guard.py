@@ -130,7 +130,7 @@ def test_a_guard_that_is_killed_takes_its_command_along(tmp_path: Path) -> None:
         assert process.stdout.read() == ""  # to its end: nobody holds it any more
 
 
-def test_variables_and_the_folder(tmp_path: Path) -> None:
+def test_the_process_gets_its_variables_and_folder_or_exit_code_2(tmp_path: Path) -> None:
     program = "import os; print(os.getcwd(), os.environ['A'])"
     with start(tmp_path, *python(program), options=("--env=A=b=c d",)) as process:
         assert process.stdout is not None

@@ -13,7 +13,7 @@ def members_of(*stated: list[list[int]]) -> Any:
     return [SimpleNamespace(stated=one, shared=shared) for one in stated]
 
 
-def test_experts_of_a_mesh_tie_those_at_one_place_and_dense_parameters_and_shared_embeddings_tie_none() -> None:
+def test_experts_tie_the_ranks_at_one_place_and_dense_parameters_none() -> None:
     everyone, ranks = [[0, 1, 2, 3]] * 4, [0, 1, 2, 3]
     assert ties_of(members_of(everyone), ranks) == []
     assert ties_of(members_of(everyone, [[0, 2], [1, 3], [0, 2], [1, 3]]), ranks) == [[0, 1], [2, 3]]

@@ -104,7 +104,7 @@ for change in sys.argv[1:]:
 """
 
 
-def test_without_what_it_relies_on_the_import_says_what(tmp_path: Path) -> None:
+def test_importing_under_a_pytorch_that_lacks_a_name_is_refused_with_the_name(tmp_path: Path) -> None:
     got = "Expected a PyTorch that has what ddp_zero relies on, got .*"
     lacks = {
         "torch.distributed.is_available = lambda: False": "ddp_zero needs a PyTorch with torch.distributed",
@@ -141,7 +141,7 @@ for change in sys.argv[1:]:
 """
 
 
-def test_without_what_one_mode_relies_on_an_optimizer_in_it_is_refused_when_it_is_built(tmp_path: Path) -> None:
+def test_an_optimizer_in_a_mode_whose_names_pytorch_lacks_is_refused_when_built(tmp_path: Path) -> None:
     reads, hooks, partitions = ["-", "no", "no", "no", "no"], ["-", "-", "no", "no", "no"], ["-", "-", "-", "-", "no"]
     refused_without = {
         "DDP's reducer has no _check_reducer_finalized": ("torch.distributed.Reducer._check_reducer_finalized", reads),
@@ -177,7 +177,7 @@ def test_a_probe_that_fails_is_a_finding_and_one_that_cannot_be_made_is_not() ->
     assert "use something else" not in unknown.means
 
 
-def test_without_the_fake_process_group_nothing_is_claimed_of_the_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_fake_process_group_probes_of_the_reducer_are_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     works = {probe.name: probe.run().works for probe in PROBES}
     assert set(works.values()) == {True, None}
@@ -263,7 +263,7 @@ def test_an_absent_framework_has_no_version() -> None:
     assert check.version_of("a-distribution-that-is-not-there") is None
 
 
-def test_the_pages_say_the_same_of_what_was_run() -> None:
+def test_limits_status_and_pyproject_name_the_versions_that_were_run() -> None:
     limits = (ROOT / "docs" / "limits.md").read_text()
     assert "run with torch 2.13.0 (CPU build) and Python 3.11 only, all with Gloo, on Linux" in limits
     rows = rows_of((ROOT / "docs" / "status.md").read_text())

@@ -69,7 +69,7 @@ def test_a_bar_counts_bytes_and_is_closed_by_errors_too(bars: list[Bar]) -> None
     ]
 
 
-def test_nothing_is_shown_in_logs_or_without_tqdm(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_hidden_in_logs_and_without_tqdm(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)  # importing it raises
     with files.showing("saving", 30):
         files.advance(30)
@@ -107,7 +107,7 @@ def test_checkpoints_show_all_bytes_that_are_written_and_read(bars: list[Bar], t
     assert len(bars) == 5, "nothing in the background"
 
 
-def test_the_real_tqdm_draws_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_tqdm_shows_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setattr(files, "DELAY_SECONDS", 0.0)

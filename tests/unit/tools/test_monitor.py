@@ -17,7 +17,7 @@ def test_means_are_those_of_the_steps_between_two_readings() -> None:
     assert means(after, after) == {"mean_wait_sync_s": 0.0, "mean_sent_bytes": 0.0}
 
 
-def test_files_are_appended_to_and_other_columns_refused(tmp_path: Path) -> None:
+def test_append_to_csv_appends_rows_and_refuses_other_columns(tmp_path: Path) -> None:
     for _ in range(2):  # as after a restart
         append_to_csv(tmp_path / "new" / "a.csv", {"step": 1, "x": 0.5})
     with (tmp_path / "new" / "a.csv").open() as file:

@@ -24,7 +24,7 @@ def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_it_has_the_parameters_shape_and_dtype_and_one_element_of_memory(dtype: torch.dtype) -> None:
+def test_an_absent_gradient_has_its_parameters_shape_and_one_element_of_memory(dtype: torch.dtype) -> None:
     grad = layer(dtype).weight.grad
     assert isinstance(grad, AbsentGradient)
     assert grad.consumed
@@ -81,7 +81,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
-def test_a_computation_says_where_the_gradient_is_and_what_to_do(name: str) -> None:
+def test_computations_with_an_absent_gradient_are_refused_with_reason_and_remedy(name: str) -> None:
     model = layer()
     assert model.weight.grad is not None
     advice = f" .*{ADVICE[name]}.* The line to change: .*test_absent" if name in ADVICE else ""
@@ -89,7 +89,7 @@ def test_a_computation_says_where_the_gradient_is_and_what_to_do(name: str) -> N
         COMPUTATIONS[name](model, model.weight.grad)
 
 
-def test_no_property_leads_to_a_tensor_with_values() -> None:
+def test_properties_of_an_absent_gradient_have_no_tensor_with_values() -> None:
     grad = layer().weight.grad
     assert grad is not None
     names = [name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")]
@@ -151,7 +151,7 @@ def test_zeroed_it_is_a_gradient_of_zeros(name: str) -> None:
         model.bias.grad.norm()
 
 
-def test_zeros_and_gradients_that_are_not_here_together_are_refused_and_stay() -> None:
+def test_a_norm_of_zeroed_and_absent_gradients_together_is_refused() -> None:
     model = layer()
     one, other = model.weight.grad, model.bias.grad
     assert one is not None
@@ -286,7 +286,7 @@ def noted_by(scaler: GradScaler, optimizer: Optimizer) -> float:
     return sum(tensor.item() for tensor in found.values())
 
 
-def test_an_absent_gradient_knows_where_the_scaler_notes_what_it_has_found() -> None:
+def test_an_absent_gradient_has_the_found_inf_of_the_scaler_that_unscaled_it() -> None:
     model, optimizer = partly_absent()
     grad = model.weight.grad
     assert isinstance(grad, AbsentGradient)

@@ -109,7 +109,7 @@ def test_only_whole_parts_of_wrappers_go(name: str, cleaned: str) -> None:
     assert clean(name) == cleaned
 
 
-def test_a_parameter_of_another_model_is_told() -> None:
+def test_a_parameter_of_another_model_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"lacks parameter 3 'x' of the optimizer\. Give the model that the optimizer trains"
     ):
@@ -180,7 +180,7 @@ def test_frozen_parameters_and_buffers_are_not_trainable() -> None:
     assert LiveModel(model).trainable == ["norm.weight", "norm.bias"]
 
 
-def test_a_parametrized_weight_is_called_what_torch_calls_it() -> None:
+def test_a_parametrized_weight_has_torchs_name() -> None:
     model = nn.Linear(2, 2)
     parametrize.register_parametrization(model, "weight", nn.Identity())
     assert set(LiveModel(model).entries) == {"bias", "parametrizations.weight.original"}

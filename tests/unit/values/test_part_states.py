@@ -28,7 +28,7 @@ def test_parts_cover_a_parameter_and_share_its_memory(param: Tensor) -> None:
     assert run_of(param).data_ptr() == param.data_ptr()
 
 
-def test_a_gradient_of_other_strides_is_taken_in_the_order_of_the_parameter() -> None:
+def test_part_of_a_strided_gradient_is_in_the_order_of_the_parameter() -> None:
     param = torch.empty(8, 12)
     grad = torch.arange(96.0).view(12, 8).t()
     assert torch.equal(part_of(grad, param, slice(16, 48)), grad.reshape(-1)[16:48])
@@ -73,7 +73,7 @@ def test_parts_are_stepped_as_the_whole(build: type[Optimizer]) -> None:
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(state[key])) for key in whole)
 
 
-def test_a_part_of_a_part() -> None:
+def test_narrowed_parts_of_a_state_join_to_the_part() -> None:
     param = torch.zeros(100)
     state = {"step": torch.tensor(3.0), "moment": torch.arange(10.0, 60.0), "buffer": None, "other": torch.ones(2)}
     found = narrow_state(state, param, slice(10, 60), slice(20, 30))

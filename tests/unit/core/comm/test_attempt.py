@@ -61,7 +61,7 @@ def test_every_rank_that_has_come_names_those_that_have_not() -> None:
         assert all(jobs.map(_names_those_that_have_not_come, [{1}, {2}, {1, 3}, {0}]))
 
 
-def test_an_environment_that_does_not_say_who_is_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variables_of_the_environment_are_refused_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

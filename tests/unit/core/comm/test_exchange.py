@@ -142,7 +142,7 @@ def test_memory_of_an_exchange_that_nobody_waited_for_is_kept() -> None:
     assert kept() is None
 
 
-def test_tags_differ_by_round_subject_and_generation_and_are_never_those_of_trees() -> None:
+def test_tags_differ_by_round_subject_and_generation_within_their_range() -> None:
     cases = list(itertools.product(range(3), range(50), [(0,), (1,), (0, 1)]))
     tags = [tag_of(generation, round_, subject) for generation, round_, subject in cases]
     assert len(set(tags)) == len(cases)
@@ -150,7 +150,7 @@ def test_tags_differ_by_round_subject_and_generation_and_are_never_those_of_tree
     assert base_tag_of(0, (1, 2)) == base_tag_of(0, (1, 2))
 
 
-def test_a_round_changes_the_tag_without_another_digest() -> None:
+def test_tags_of_rounds_are_computed_of_one_digest() -> None:
     seed = base_tag_of(4, (0, 7))
     tags = [seed ^ round_ * ROUND & ROUND_BITS for round_ in range(5)]
     assert tags == [tag_of(4, round_, (0, 7)) for round_ in range(5)]

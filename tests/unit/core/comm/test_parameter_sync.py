@@ -97,7 +97,7 @@ def test_a_version_counts_up_at_the_step_and_when_values_come_if_there_was_a_gra
     assert (with_gradient._version, without._version) == (before[0] + 2, before[1])
 
 
-def test_abandoning_a_step_leaves_what_an_earlier_one_has_sent() -> None:
+def test_abandon_leaves_pending_syncs_of_an_earlier_step_to_complete() -> None:
     stepped = Stepped()
     stepped.step()
     stepped.sync.abandon()

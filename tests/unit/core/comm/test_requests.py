@@ -83,7 +83,9 @@ def test_a_connection_that_breaks_is_an_error_of_the_system(pair: tuple[Listener
         receive_into(connection, memoryview(bytearray(2)))
 
 
-def test_many_ask_at_once_and_leave_nothing_in_the_store(pair: tuple[Listener, Listener], store: TCPStore) -> None:
+def test_concurrent_requests_are_answered_and_leave_no_key_in_the_store(
+    pair: tuple[Listener, Listener], store: TCPStore
+) -> None:
     echo = Echo()
     addresses = [one.register(echo) for one in pair]
 

@@ -21,7 +21,7 @@ def test_packages_that_wait_for_other_ranks_exist(package: str) -> None:
 
 @pytest.mark.parametrize("waits", ["time.sleep(0.1)", "threading.Event().wait(0.1)"])
 @pytest.mark.parametrize("package", stay.WAITING_IN)
-def test_a_caller_is_let_go_where_the_script_waits_for_other_ranks(
+def test_wait_until_it_leaves_returns_where_the_script_waits_for_other_ranks(
     package: str, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stay, "LOOK_SECONDS", 0.01)
@@ -44,7 +44,7 @@ def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.
     assert not waiter.is_alive()
 
 
-def test_a_caller_is_let_go_where_the_script_waits_for_a_device_that_waits_for_other_ranks(
+def test_wait_until_it_leaves_returns_where_the_device_makes_no_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stay, "LOOK_SECONDS", 0.01)

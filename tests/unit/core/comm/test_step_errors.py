@@ -19,5 +19,5 @@ def test_a_text_that_is_too_long_is_cut_off_between_characters() -> None:
     assert ("ä€𝄞" * 1000).startswith(told)
 
 
-def test_a_text_that_utf_8_does_not_know_travels_all_the_same() -> None:
+def test_a_text_that_utf_8_cannot_encode_is_sent_with_a_question_mark() -> None:
     assert decode(encode(OptionsSummary(), "bad \udc80 name"))[1] == "bad ? name"

@@ -126,7 +126,7 @@ def test_a_function_that_returns_no_options_is_refused_with_the_name(answer: Any
         group_by_options(named, _answer(answer))
 
 
-def test_a_class_and_parameters_are_told_from_other_arguments() -> None:
+def test_check_class_and_check_params_refuse_other_arguments() -> None:
     weight = nn.Parameter(torch.ones(2))
     for wrong in (AdamW([weight]), nn.Linear, 3, None, "AdamW"):
         with pytest.raises(TypeError, match=r"Expected optimizer_class to be a torch.optim.Optimizer class, got"):

@@ -15,7 +15,7 @@ def load() -> StepInputs:
     return StepInputs(0, torch.full((3,), 0.5), torch.zeros(3), torch.zeros(3))
 
 
-def test_an_error_forgets_what_is_on_the_way_and_the_buffers_serve_again() -> None:
+def test_abandon_drops_copies_in_flight_and_frees_all_buffers() -> None:
     transfer = StrictTransfer()
     pipeline = CopyPipeline(transfer, 3)
     for bucket in range(2):

@@ -51,7 +51,7 @@ def test_a_mark_does_not_depend_on_strides() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 16, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
-def test_a_sum_of_bits_depends_on_all_values_and_not_on_the_place(numel: int, dtype: torch.dtype) -> None:
+def test_sum_of_bits_changes_with_every_value_and_not_with_the_offset(numel: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     value = torch.randn(numel, dtype=dtype)
     expected = int(sum_of_bits(value))

@@ -30,7 +30,7 @@ def test_returned_pages_do_not_count_and_come_back_when_they_are_touched() -> No
 
 @needs_linux
 @pytest.mark.parametrize(("first", "last"), [(0, 3 * mmap.PAGESIZE), (5, 2 * mmap.PAGESIZE + 7), (1, 9), (4, 4)])
-def test_what_lies_before_and_behind_keeps_its_values(first: int, last: int) -> None:
+def test_return_pages_keeps_the_values_before_and_behind(first: int, last: int) -> None:
     whole = torch.ones(4 * mmap.PAGESIZE, dtype=torch.uint8)
     return_pages(whole[first:last])
     assert whole[:first].eq(1).all(), f"the {first} bytes before"

@@ -163,9 +163,7 @@ def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None
 @pytest.mark.parametrize(
     ("index", "label", "dtype"), [(0, "parameter 0 'w0'", "bfloat16"), (3, "parameter 3 (group 1", "float16")]
 )
-def test_the_first_master_of_another_value_is_refused_with_its_parameters_name(
-    index: int, label: str, dtype: str
-) -> None:
+def test_check_masters_refuses_a_different_value_with_the_parameters_name(index: int, label: str, dtype: str) -> None:
     table = make_table((BF16, BF16, FP16, FP16))
     masters = {place: param.detach().float() for place, param in enumerate(table.params)}
     masters[index] = masters[index] + 0.5
@@ -176,14 +174,14 @@ def test_the_first_master_of_another_value_is_refused_with_its_parameters_name(
     assert "'master_weight'" in str(raised.value)
 
 
-def test_a_master_of_another_shape_is_refused_even_where_its_values_could_be_broadcast() -> None:
+def test_check_masters_refuses_another_shape_that_could_be_broadcast() -> None:
     table = ParameterTable([{"params": [nn.Parameter(torch.ones(3, 2, dtype=BF16))]}])
     for shape in ((), (2,), (2, 3), (6,)):
         with pytest.raises(ValueError, match="parameter 0"):
             check_masters(table, {0: torch.ones(shape)})
 
 
-def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
+def test_a_parameter_in_new_memory_has_changed() -> None:
     table, stepped = with_masters((BF16,))
     stepped.masters.note_versions()
     table.params[0].data = torch.zeros_like(table.params[0])

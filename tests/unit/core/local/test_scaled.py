@@ -20,7 +20,7 @@ class _Buckets(GradientSource):
         return None if grad is None or index == 0 else grad.double()[1:]
 
 
-def test_only_what_begins_elsewhere_is_copied() -> None:
+def test_gradients_that_begin_at_no_multiple_of_the_alignment_are_copied() -> None:
     memory = torch.arange(64.0)
     first, second = memory[:16].view(4, 4), memory[17:33].view(4, 4).t()
     aligned = AlignedGradients(_Buckets(first, second, None))

@@ -59,7 +59,7 @@ def test_of_several_silent_ranks_those_that_others_wait_for_are_named() -> None:
     assert blame([record(0, waiting(None)), record(1, waiting(None))]).culprits == [2, 3]
 
 
-def test_a_rank_that_waits_for_nothing_while_others_wait_for_it_is_named() -> None:
+def test_a_rank_outside_the_library_that_all_others_wait_for_is_blamed() -> None:
     outside = record(1, done("sync", step=2), done("wait_sync", step=2, number=1))
     records = [record(0, waiting(1)), outside, record(2, waiting(1)), record(3, waiting(2))]
     verdict = blame(records)
@@ -139,7 +139,7 @@ def test_of_ranks_that_wait_in_a_circle_the_one_that_went_a_way_of_its_own_is_na
     )
 
 
-def test_two_ranks_that_went_different_ways_name_nobody() -> None:
+def test_two_ranks_in_different_collectives_are_not_blamed() -> None:
     pair = [in_collective(0, 7, "barrier"), in_collective(1, 7)]
     verdict = blame([Record(**{**vars(one), "members": (0, 1)}) for one in pair])
     assert verdict.culprits == []
@@ -176,7 +176,7 @@ def test_a_rank_whose_own_step_has_failed_is_named_before_all_others() -> None:
     assert "its own step has failed" in report(records)
 
 
-def test_the_event_that_failed_is_what_a_rank_waited_for_not_what_came_after() -> None:
+def test_the_wait_of_a_rank_is_its_failed_event_and_no_later_one() -> None:
     failed, later = waiting(2, failed=True, number=5), Event(6, 0, 3, "share_errors", -1, 49.0, None)
     assert blame([record(0, step(), failed, later)]).waits[0] is failed
 

@@ -87,14 +87,14 @@ def _huge(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_pipe, _huge, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_of_a_record_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_read_folder_refuses_paths_that_are_no_regular_files(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / NAME)
     with pytest.raises(ValueError, match=NAME):
         read_folder(tmp_path)
     assert main(["postmortem", str(tmp_path)]) == 1
 
 
-def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_records_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "\x1b]0;title\x07\x9b31m\u202e"
     row = [*ROW[:3], evil, *ROW[4:9], evil, evil, False]
     everywhere = {"host": evil, "reason": evil, "error": evil, "stacks": {evil: [evil], "MainThread": [evil]}}

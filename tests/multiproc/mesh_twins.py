@@ -21,7 +21,7 @@ from tests.multiproc.experts import (
     expert_groups,
     wrapped_without_experts,
 )
-from tests.multiproc.parallel_models import OPTIONS, local, parallelized, squared
+from tests.multiproc.parallel_models import OPTIONS, local_part, parallelized, squared
 
 KINDS = ("experts", "cut, in DDP", "cut, without DDP", "distributed tensors")
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
@@ -39,7 +39,7 @@ class OverWholes:
         self._group, self._rank = group, dist.get_rank(group)
         self._params: list[Any] = list(model.parameters())
         self._dims = [_cut_dim(name, param) for name, param in model.named_parameters()]
-        parts = gather_parts([local(param) for param in self._params], group)
+        parts = gather_parts([local_part(param) for param in self._params], group)
         self._sizes = [[part.shape[dim or 0] for part in every] for dim, every in zip(self._dims, parts, strict=True)]
         self._wholes = [nn.Parameter(one) for one in self._wholes_of(self._params)]
         self.plain = build(self._wholes, **OPTIONS)
@@ -58,11 +58,11 @@ class OverWholes:
             whole.grad = grad
         self.plain.step()
         for dim, sizes, param, whole in zip(self._dims, self._sizes, self._params, self._wholes, strict=True):
-            local(param).copy_(whole if dim is None else whole.split(sizes, dim)[self._rank])
+            local_part(param).copy_(whole if dim is None else whole.split(sizes, dim)[self._rank])
 
     def _wholes_of(self, tensors: Sequence[Any]) -> list[Any]:
         """Of parameters, or of gradients, of which some may be None."""
-        parts = iter(gather_parts([local(one) for one in tensors if one is not None], self._group))
+        parts = iter(gather_parts([local_part(one) for one in tensors if one is not None], self._group))
         return [
             None if one is None else next(parts)[self._rank] if dim is None else torch.cat(next(parts), dim)
             for dim, one in zip(self._dims, tensors, strict=True)
@@ -176,7 +176,7 @@ class MeshTwins(Twins):
         elif not isinstance(model, DistributedDataParallel):
             for param in model.parameters():
                 if param.grad is not None:
-                    grad = local(param.grad).mul_(1.0 / dist.get_world_size(self.data))
+                    grad = local_part(param.grad).mul_(1.0 / dist.get_world_size(self.data))
                     dist.all_reduce(grad, group=self.data)
 
     def clip_plain(self, limit: float) -> None:
@@ -191,9 +191,11 @@ class MeshTwins(Twins):
         assert factor < 1
         for param in self.plain_model.parameters():
             if param.grad is not None:
-                local(param.grad).mul_(factor)
+                local_part(param.grad).mul_(factor)
 
-    def follow(self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None) -> None:
+    def train_and_compare(
+        self, steps: int = 4, clip: float | None = None, after: Callable[[], None] = lambda: None
+    ) -> None:
         """Train both copies, calling ``after`` after each step of ours, and compare after each."""
         for step, batch in enumerate(batches(self.place, steps)):
             self.zero_grad()
