@@ -271,7 +271,7 @@ def _a_later_change_of_the_state_raises(setup: Setup, configurations: Modes) -> 
 
 @case(2)
 def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
-    """Found by the fuzzer: loading a state dict gave each group a tensor of its own."""
+    """Groups share one tensor, also after a state dict is loaded."""
     for overlap in (False, True):
         options = {"lr": torch.tensor(1e-2)}
         twins = sharded_twins(

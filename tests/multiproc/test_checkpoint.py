@@ -663,7 +663,7 @@ def _torchs_tools_read_it(setup: Setup) -> None:
 
 
 @case(1, 2, 3)
-def _drives_torch_distributed_checkpoint(setup: Setup) -> None:
+def _a_checkpoint_of_torch_distributed_checkpoint_resumes_bit_for_bit(setup: Setup) -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.8 warns of itself
     model, opt = trained(setup, master_weights=True, loss_scale=DynamicLossScale(initial=64.0))
     state_dict_saver.save(
@@ -709,7 +709,7 @@ def _torchs_helpers_work_without_a_gather(setup: Setup) -> None:
 
 
 @case(2)
-def _a_run_of_fsdp2_goes_on(setup: Setup) -> None:
+def _state_of_fsdp2_resumes_bit_for_bit(setup: Setup) -> None:
     theirs = build_model()
     fully_shard(theirs, reshard_after_forward=False)
     plain = AdamW(theirs.parameters(), **OPTIONS)
@@ -736,7 +736,7 @@ def _a_run_of_fsdp2_goes_on(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _ranks_that_give_different_things_are_told(setup: Setup) -> None:
+def _arguments_that_differ_between_ranks_are_refused(setup: Setup) -> None:
     model, opt = trained(setup)
     with pytest.raises(ValueError, match=r"Expected the same optimizer on every rank in checkpoint\.save"):
         checkpoint.save(setup.folder, model, None if setup.rank else opt)
@@ -754,7 +754,7 @@ def _ranks_that_give_different_things_are_told(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _one_save_at_a_time_whoever_asks(setup: Setup) -> None:
+def _saves_into_one_folder_are_written_one_after_another(setup: Setup) -> None:
     """Two models in one folder, and one under another wrapper."""
     model, opt = sharded()
     other, second = sharded(1, build_model(1))
@@ -910,7 +910,7 @@ def _one_ranks_failure_is_everybodys(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _training_goes_on_while_it_writes(setup: Setup) -> None:
+def _training_during_a_background_save_changes_nothing_in_it(setup: Setup) -> None:
     """The snapshot is of the moment; the training group carries nothing for it; a second save waits for the first."""
     model, opt = trained(setup)
     unbroken = copy.deepcopy(dict(model.module.state_dict()))

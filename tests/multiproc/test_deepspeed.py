@@ -532,7 +532,7 @@ def _weights_are_saved_as_they_are_or_in_fp32(setup: Setup) -> None:
     few=[(1, BF16, None), (2, FP32, "elements")],
     every=[(1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)],
 )
-def _whole_values_of_what_is_sharded(
+def _safe_get_functions_have_the_unsharded_optimizers_values(
     setup: Setup, configurations: list[tuple[int, torch.dtype, PartitionName | None]]
 ) -> None:
     """Of masters, gradients and state, as the unsharded optimizer has them."""

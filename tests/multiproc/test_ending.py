@@ -26,7 +26,7 @@ def _run(folder: Path, *modes: str) -> list[str]:
     return told
 
 
-def test_the_last_line_of_a_script_may_save_on_one_rank_and_an_update_that_is_dropped_is_told(tmp_path: Path) -> None:
+def test_the_last_line_saves_on_one_rank_and_a_dropped_last_update_is_reported(tmp_path: Path) -> None:
     _, told = _run(tmp_path, "the last line saves", "the last update is dropped")
     assert len(torch.load(tmp_path / "state.pt")["state"]) == 2
     assert told.count("got the end of training (rank ") == 2, told
@@ -34,7 +34,7 @@ def test_the_last_line_of_a_script_may_save_on_one_rank_and_an_update_that_is_dr
 
 
 @pytest.mark.nightly
-def test_a_rank_that_waits_for_one_that_has_ended_is_told(tmp_path: Path) -> None:
+def test_a_wait_for_a_rank_that_has_ended_names_it(tmp_path: Path) -> None:
     (told,) = _run(tmp_path, "one rank trains on")
     assert "rank 0 has seen that rank 1 has ended" in told
 

@@ -130,7 +130,7 @@ def _ranks_that_disagree(setup: Setup) -> None:
             reduction.wait()
 
 
-def test_ranks_that_disagree_about_the_bucket_are_told() -> None:
+def test_ranks_that_disagree_about_the_bucket_are_refused() -> None:
     run_ranks(_ranks_that_disagree, 2, group_timeout=3)
 
 

@@ -112,7 +112,7 @@ def _a_gan_with_two_averaged_passes(setup: Setup, configurations: list[tuple[dic
 
 
 @case(2)
-def _a_gan_of_the_tutorials_is_told_how(setup: Setup) -> None:
+def _a_gan_of_the_tutorials_is_refused_with_the_remedy(setup: Setup) -> None:
     before, after = code_of("accumulate", "judge(fake.detach())")
     advice = r"all but the last in opt\.accumulate\(\) .*requires_grad_\(False\) before its forward pass"
     for mode in ({}, {"stage": 2}):
@@ -470,7 +470,7 @@ def _the_interrupted_model_is_refused(setup: Setup) -> None:
 
 
 @case(2)
-def _stage_2_goes_on_with_the_interrupted_model(setup: Setup) -> None:
+def _stage_2_trains_the_interrupted_model_as_ddp(setup: Setup) -> None:
     expected = Trained(plainly)
     expected.train(setup, 3, None, 0)
     expected.train(setup, 3, None, 1)

@@ -155,7 +155,7 @@ WAYS = [(0, 0), (0, 3), (5, 0), (5, 3)]
 
 
 @case(2, few=WAYS[1:2], every=WAYS)
-def _every_class_goes_on(setup: Setup, configurations: list[tuple[int, int]]) -> None:
+def _instances_of_every_class_train_on_as_the_plain_ones(setup: Setup, configurations: list[tuple[int, int]]) -> None:
     cases = [*OPTIMIZERS, OptimizerCase("kept to itself", Kept, {"scale": 0.5, "clip": 0.01})]
     names = list(DOORS)
     for number, one in enumerate(cases):

@@ -41,7 +41,7 @@ def _grows_by(setup: Setup, stage: int) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> None:
+def test_memory_of_the_first_iterations_of_stage_2_is_returned_to_the_system() -> None:
     """Parameters move into flat storage: 128 MiB, of which glibc would keep nearly all."""
     plain = max(run_ranks(_grows_by, 2, 0))
     sharded = max(run_ranks(_grows_by, 2, 2))
@@ -178,7 +178,7 @@ def _buffers(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_explain_says_how_large_buffers_are_and_small_ones_rest() -> None:
+def test_large_buffers_stay_in_memory_and_small_ones_leave_it_as_explain_says() -> None:
     """Of 64 MiB of gradients: buffers of 25 MiB stay in memory between iterations, those of 4 MiB do not."""
     ((large, (kept, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_buffers, 2)
     assert idle >= 2 * 4 * MIB, "two scratches wait, and what is received into"

@@ -215,7 +215,7 @@ def _a_norm_that_is_not_finite_raises_on_every_rank_and_the_next_step_passes(set
 
 
 @case(4)
-def _a_loop_that_leaves_the_step_out_hears_of_an_error_before_the_next_forward_pass(setup: Setup) -> None:
+def _an_error_in_a_loop_without_opt_step_is_raised_before_the_next_forward_pass(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     ddp = DistributedDataParallel(
         blocks(mesh.get_group("tensor")), process_group=mesh.get_group("data"), gradient_as_bucket_view=True

@@ -412,7 +412,7 @@ def _pipeline_stages_load_as_one_model_and_back(setup: Setup) -> None:
 
 @case(4)
 def _groups_without_parameters_on_a_stage_have_the_options_of_the_others(setup: Setup) -> None:
-    """Found by the fuzzer: such a group kept the rate that it was built with, and the next step refused that."""
+    """Otherwise such a group would keep the rate that it was built with, and the next step would be refused."""
     mesh = grid(2, 2, "pipe")
     data = mesh.get_group("data")
     for tied, ties in ((dist.group.WORLD, True), (data, False)):  # or the first stage alone has a group of its own

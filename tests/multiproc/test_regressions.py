@@ -300,7 +300,7 @@ class Hoarder(torch.optim.SGD):
 
 
 @case(2)
-def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
+def _an_optimizer_that_keeps_a_list_of_parameters_is_refused(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
     twins = loose(partial(Hoarder))  # not tried beforehand
     twins.set_gradients(0)
@@ -309,7 +309,7 @@ def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
 
 
 @case(2)
-def _groups_edited_in_place_are_told(setup: Setup) -> None:
+def _groups_edited_in_place_are_refused_at_the_step(setup: Setup) -> None:
     def append(opt: Any) -> None:
         opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
 
@@ -347,7 +347,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
 
 
 @case(2)
-def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
+def _parameters_that_come_to_share_memory_are_refused_at_the_step(setup: Setup) -> None:
     for as_views in (False, True):
         twins = loose(as_views=as_views, lr=0.1)
         twins.step_from(0)
@@ -358,7 +358,7 @@ def _parameters_that_share_memory_later_are_told(setup: Setup) -> None:
 
 
 @case(2)
-def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
+def _a_bad_receiver_on_one_rank_is_refused_on_all(setup: Setup) -> None:
     twins = loose(lr=0.1)
     last = setup.rank == setup.world_size - 1
     with pytest.raises(ValueError if last else RuntimeError, match="rank below"):
@@ -367,7 +367,7 @@ def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
 
 
 @case(2)
-def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
+def _options_that_cannot_be_sent_are_refused_under_join(setup: Setup) -> None:
     twins = build_twins(optimizer_case("SGD momentum"))
     twins.opt.param_groups[0]["function"] = len
 

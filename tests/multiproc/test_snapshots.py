@@ -202,7 +202,7 @@ MODES: dict[str, Build] = {
 
 
 @case(1, 2, 3, few=[*MODES][::3], every=[*MODES])
-def _every_mode_goes_on_bit_equal(setup: Setup, configurations: list[str]) -> None:
+def _snapshots_of_every_mode_resume_bit_for_bit(setup: Setup, configurations: list[str]) -> None:
     for number, name in enumerate(configurations):
         if setup.world_size == 3 and name not in ("stage 2", "stage 2, cut"):
             continue
@@ -497,7 +497,7 @@ def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup, configu
 
 
 @case(2)
-def _a_full_memory_stops_nothing_and_loses_nothing(setup: Setup) -> None:
+def _training_goes_on_without_snapshots_where_memory_is_full(setup: Setup) -> None:
     found = job(setup, setup.folder / "run", sharded, limit=1_000_000)
     found.train(3)
     assert found.snapshots.wait()
@@ -677,7 +677,7 @@ def _a_snapshot_that_does_not_fit_is_refused_and_stays(setup: Setup) -> None:
 
 
 @case(2)
-def _a_changed_model_goes_on_as_the_message_says(setup: Setup) -> None:
+def _a_changed_model_is_refused_and_loads_as_the_message_says(setup: Setup) -> None:
     first = job(setup, setup.folder / "run", sharded)
     first.train(3)
     first.snapshots.close(keep=True)

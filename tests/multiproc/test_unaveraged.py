@@ -193,7 +193,7 @@ def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
 
 
 @case(2)
-def _it_is_told_again_until_the_loop_averages(setup: Setup) -> None:
+def _every_step_is_refused_until_the_loop_averages(setup: Setup) -> None:
     twins = _alone()
     _failures((f"attempt {attempt}", is_refused(twins, twins.model, match=TOLD)) for attempt in range(3))
     twins = _alone()
@@ -293,7 +293,7 @@ def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[st
 
 
 @case(2)
-def _after_a_refusal_the_loop_goes_on_through_ddp(setup: Setup) -> None:
+def _a_loop_trains_through_ddp_as_the_plain_one_after_a_refusal(setup: Setup) -> None:
     for mode in ("standalone", "stage 1 waiting", "stage 2 waiting", "stage 1 cut waiting"):
         twins = _in_ddp(mode)
         twins.go_on(3)

@@ -174,8 +174,8 @@ def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
 
 
 @case(2)
-def _a_gradient_that_the_user_gives_to_an_unused_parameter_comes_too_late(setup: Setup) -> None:
-    """Found by reading: a plain loop steps it; a step inside backward had left it out without a word."""
+def _a_gradient_set_on_an_unused_parameter_after_backward_is_refused(setup: Setup) -> None:
+    """A plain loop steps it; a step inside backward cannot, and must not leave it out silently."""
     for stage, is_frozen in product((1, 2), (False, True)):
         ddp = DistributedDataParallel(Maybe(), **FINDS)
         target = ddp.module.branches[3].weight

@@ -133,7 +133,7 @@ def test_two_names_of_one_tensor_are_both_read(tmp_path: Path) -> None:
         ({"a": {"": 1}, "a.": 2}, "a."),
     ],
 )
-def test_two_values_of_the_same_key_are_told(tree: Tree, key: str, tmp_path: Path) -> None:
+def test_two_values_of_the_same_key_are_refused(tree: Tree, key: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"differ when joined by dots, got '{key}' twice"):
         write_dcp_metadata(tmp_path, tree)
 

@@ -92,7 +92,7 @@ def test_the_library_of_safetensors_reads_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
-def test_a_dtype_that_safetensors_has_not_is_told_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(tmp_path / "runs", buffers(fine=torch.ones(2), strange=torch.zeros(2, dtype=dtype)))
     with pytest.raises(ValueError, match=f"Expected a dtype that safetensors supports for 'strange', got {dtype}"):
         export(folder, tmp_path / "plain")

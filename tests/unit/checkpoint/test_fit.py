@@ -42,7 +42,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     return rename_all(names, rename, "rename=", "the checkpoint")
 
 
-def test_old_names_that_no_saved_one_has_are_all_told() -> None:
+def test_rename_of_names_that_are_not_saved_is_refused_with_all_of_them() -> None:
     with pytest.raises(ValueError, match=r"^Expected names in rename= that the checkpoint has, got \['b', 'w', 'zz'\]"):
         renamed(["a.w", "bb.w"], {"zz": "x", "a": "y", "b": "z", "w": "v"})
 
@@ -52,7 +52,7 @@ def test_old_names_that_no_saved_one_has_are_all_told() -> None:
     [(["a.w", "b.w"], {"a": "b"}), (["a.w", "b.w"], {"a": "c", "b": "c"}), (["a.w", "b.w"], {"a.w": "c.w", "b": "c"})],
     ids=["onto one that stays", "two onto a third", "a name and a prefix"],
 )
-def test_names_that_would_become_the_same_are_told(names: list[str], rename: dict[str, str]) -> None:
+def test_rename_to_the_same_name_is_refused(names: list[str], rename: dict[str, str]) -> None:
     with pytest.raises(
         ValueError, match=r"a name of its own, got several parameters of the checkpoint under \['[bc]\.w'\]"
     ):
@@ -211,7 +211,7 @@ def test_a_group_without_parameters_keeps_its_options_silently() -> None:
     assert (fit.groups, fit.misfits, fit.notes) == ([None, 0], [], [])
 
 
-def test_parameters_whose_values_do_not_fit_are_not_told_again() -> None:
+def test_groups_have_no_misfit_of_parameters_whose_values_are_missing() -> None:
     fit = of_groups([["a", "gone"]], [["a", "new"]], values="a")
     assert (fit.groups, fit.states, fit.misfits, fit.notes) == ([0], ["a"], [], [])
 
