@@ -39,37 +39,37 @@ def _mixed_dtypes_shapes_and_missing_gradients_equal_the_plain_optimizer(setup: 
         torch.manual_seed(0)
         same = [torch.randn_like(tensor) for tensor in tensors]
         strides = [tensor.stride() for tensor in same]
-        hand = LooseTwins(same, as_views=as_views, lr=0.1, foreach=False)
+        twins = LooseTwins(same, as_views=as_views, lr=0.1, foreach=False)
         for step in range(4):
-            hand.step_from(step, skip=(0, 3) if step == 1 else (step,))
-        assert [param.stride() for param in hand.params] == strides
-        assert all(not torch.equal(p, s) for p, s in zip(hand.params, same, strict=True) if p.numel())
+            twins.step_from(step, skip=(0, 3) if step == 1 else (step,))
+        assert [param.stride() for param in twins.params] == strides
+        assert all(not torch.equal(p, s) for p, s in zip(twins.params, same, strict=True) if p.numel())
 
 
 @case(1, 3)
 def _ranks_without_parameters_have_no_state(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = LooseTwins([torch.randn(4, 4)], as_views=as_views, lr=0.1)
+        twins = LooseTwins([torch.randn(4, 4)], as_views=as_views, lr=0.1)
         for step in range(3):
-            hand.step_from(step)
-        assert len(hand.opt.state) == (1 if setup.rank == 0 else 0)
-        assert len(hand.opt.optim.param_groups) == 1
+            twins.step_from(step)
+        assert len(twins.opt.state) == (1 if setup.rank == 0 else 0)
+        assert len(twins.opt.optim.param_groups) == 1
 
 
 @case(1, 3)
 def _a_parameter_with_most_elements_has_an_owner_of_its_own(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = LooseTwins(
+        twins = LooseTwins(
             [torch.randn(5), torch.randn(900), torch.randn(40), torch.randn(50)], as_views=as_views, lr=0.1
         )
         for step in range(3):
-            hand.step_from(step)
-        big = hand.params[1]
-        assert (big in hand.opt.state) is (setup.rank == 0)
+            twins.step_from(step)
+        big = twins.params[1]
+        assert (big in twins.opt.state) is (setup.rank == 0)
         owned = {1: [4], 3: [1, 1, 2]}[setup.world_size][setup.rank]
-        assert len(hand.opt.state) == len(hand.opt.optim.param_groups[0]["params"]) == owned
+        assert len(twins.opt.state) == len(twins.opt.optim.param_groups[0]["params"]) == owned
 
 
 class TiedModel(nn.Module):
@@ -109,27 +109,27 @@ def _frozen_parameters_are_not_sent_and_step_again_once_unfrozen(setup: Setup) -
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
         tensors = [torch.randn(size) for size in (30, 20, 10, 8, 6, 4)]
-        hand = LooseTwins(tensors, as_views=as_views, lr=0.1)
-        for model_params in (hand.plain_params, hand.params):
+        twins = LooseTwins(tensors, as_views=as_views, lr=0.1)
+        for model_params in (twins.plain_params, twins.params):
             for param in model_params[:3]:
                 param.requires_grad_(False)
-        hand.opt = ZeroRedundancyOptimizer(hand.params, torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.1)
-        hand.step_from(0)
-        sent_before = int(hand.opt.stats()["total_sent_bytes"])
-        hand.step_from(1)
-        per_step = int(hand.opt.stats()["total_sent_bytes"]) - sent_before
-        assert "frozen: 3 parameters" in hand.opt.explain()
-        for model_params in (hand.plain_params, hand.params):
+        twins.opt = ZeroRedundancyOptimizer(twins.params, torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.1)
+        twins.step_from(0)
+        sent_before = int(twins.opt.stats()["total_sent_bytes"])
+        twins.step_from(1)
+        per_step = int(twins.opt.stats()["total_sent_bytes"]) - sent_before
+        assert "frozen: 3 parameters" in twins.opt.explain()
+        for model_params in (twins.plain_params, twins.params):
             model_params[1].requires_grad_(True)
             model_params[4].requires_grad_(False)
             model_params[4].grad = None
-        hand.step_from(2)
-        hand.step_from(3)
-        for model_params in (hand.plain_params, hand.params):
+        twins.step_from(2)
+        twins.step_from(3)
+        for model_params in (twins.plain_params, twins.params):
             for param in model_params:
                 param.requires_grad_(True)
-        hand.step_from(4)
-        assert not torch.equal(hand.params[0], tensors[0])
+        twins.step_from(4)
+        assert not torch.equal(twins.params[0], tensors[0])
         total = torch.tensor([float(per_step)])
         dist.all_reduce(total)
         assert total.item() == (8 + 6 + 4) * 4 * (setup.world_size - 1), "frozen parameters travelled"
@@ -138,13 +138,13 @@ def _frozen_parameters_are_not_sent_and_step_again_once_unfrozen(setup: Setup) -
 @case(1, 3)
 def _a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(setup: Setup) -> None:
     torch.manual_seed(0)
-    hand = LooseTwins([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
-    hand.step_from(0)
-    for params in (hand.plain_params, hand.params):
+    twins = LooseTwins([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
+    twins.step_from(0)
+    for params in (twins.plain_params, twins.params):
         params[0].requires_grad_(False)
-    hand.plain.step()
-    hand.opt.step()
-    for one, other in zip(hand.plain_params, hand.params, strict=True):
+    twins.plain.step()
+    twins.opt.step()
+    for one, other in zip(twins.plain_params, twins.params, strict=True):
         assert_identical(one, other, "parameter")
 
 
@@ -167,17 +167,17 @@ def _parameters_in_new_memory_equal_ddp(setup: Setup) -> None:
 def _parameters_of_a_changed_dtype_equal_the_plain_optimizer(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
-        hand = LooseTwins([torch.randn(9, 3), torch.randn(4), torch.randn(12)], as_views=as_views, lr=0.1)
-        hand.step_from(0)
-        for params, optimizer in ((hand.plain_params, hand.plain), (hand.params, hand.opt.optim)):
+        twins = LooseTwins([torch.randn(9, 3), torch.randn(4), torch.randn(12)], as_views=as_views, lr=0.1)
+        twins.step_from(0)
+        for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.opt.optim)):
             for param in params:
                 param.grad = None
                 param.data = param.data.double()
                 for key, value in optimizer.state.get(param, {}).items():
                     if value.dim():
                         optimizer.state[param][key] = value.double()
-        hand.step_from(1)
-        assert hand.params[0].dtype is torch.float64
+        twins.step_from(1)
+        assert twins.params[0].dtype is torch.float64
 
 
 @case(1, 3)
