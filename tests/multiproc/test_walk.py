@@ -17,7 +17,7 @@ BOUNDS = {
     "stage 2 interleaved, cut parameters: a further bucket": (12, 22, 37),
     "stage 2 interleaved, cut parameters, clipped: a further bucket": (13, 26, 37),
     "stage 2 interleaved, clipped: a further bucket": (12, 23, 31),
-    "stage 1 interleaved: a further bucket": (13, 19, 33),
+    "stage 1 interleaved: a further bucket": (12, 19, 32),
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 55),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
     "`opt.step()` standalone": (27, 102, 233),

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "ddp_zero"
+_IN_FUTURES = {"_value_or_named_error"}  # runs in a future's callback: on this thread if the future is done already
 _INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}  # not calls in every version of Python
 
 
@@ -58,7 +59,7 @@ def walk(act: Callable[[], object]) -> Walk:
 
     def is_ours(frame: FrameType) -> bool:
         code = frame.f_code
-        return code.co_filename.startswith(prefix) and code.co_name not in _INLINED
+        return code.co_filename.startswith(prefix) and code.co_name not in _INLINED | _IN_FUTURES
 
     def caller_of(frame: FrameType) -> FrameType | None:
         outer = frame.f_back
