@@ -24,7 +24,7 @@ BOUNDS = {
     "`state_dict()`": (15, 40, 285),
     "`checkpoint.save`": (27, 302, 1853),
     "`checkpoint.load`": (35, 577, 2570),
-    "`deepspeed.initialize`": (83, 717, 1472),
+    "`deepspeed.initialize`": (83, 719, 1474),
     "an iteration of its engine": (46, 331, 526),
 }
 
