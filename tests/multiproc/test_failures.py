@@ -428,7 +428,7 @@ def _forked(setup: Setup, root: str) -> None:
     opt.finish_sync()
     assert _in_a_fork(lambda: first + 1) == "no error"
     for _ in range(2):  # before the connections of checkpoints are built, and after
-        for what in (lambda: checkpoint.save(root, ddp, opt), lambda: checkpoint.load(root, ddp, opt)):
+        for what in (opt.state_dict, lambda: checkpoint.save(root, ddp, opt), lambda: checkpoint.load(root, ddp, opt)):
             text = _in_a_fork(what)
             assert re.match(r"RuntimeError: .*forked from.*save and load in the parent", text), text
         checkpoint.save(root, ddp, opt)

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ddp_zero.core.comm.groups import check_not_forked
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.requests import Connection, Frame, Request, listen
 from ddp_zero.core.comm.stay import UNTIL, Stay
@@ -193,10 +194,11 @@ class OnDemandGather:
 
         Raises:
             RuntimeError: within the group's time-out, naming the rank, if one is gone, has moved on, or does not end a
-                step; within a step of this rank.
+                step; within a step of this rank; in a forked process.
             TypeError: for a state that cannot be sent without pickle, naming the parameter.
         """
         shard, comm = self._shard, self._shard.comm
+        check_not_forked(comm.process_group)
         if shard.changes.is_under_way:
             raise RuntimeError(
                 f"state_dict() was called within a step ({comm.name(comm.group_rank)}). Call it after opt.step(), or "
