@@ -21,7 +21,7 @@ BOUNDS = {
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 55),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
     "`opt.step()` standalone": (27, 102, 233),
-    "`state_dict()`": (15, 40, 285),
+    "`state_dict()`": (16, 41, 285),
     "`checkpoint.save`": (27, 302, 1853),
     "`checkpoint.load`": (35, 577, 2570),
     "`deepspeed.initialize`": (83, 719, 1474),
