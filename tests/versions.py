@@ -35,20 +35,26 @@ CORE = (
     *[
         _HERE + f"stage2.py::test_stage_2[{name}-2]"
         for name in (
-            *("accumulate", "mixed_dtypes", "passes_that_ddp_does_not_reduce", "clipping"),
-            *("parameters_of_other_optimizers_are_averaged", "the_second_step_is_taken_inside_backward"),
+            *("accumulated_passes_equal_the_sum_of_averages", "three_dtypes_in_one_model_equal_ddp"),
+            "local_passes_between_backward_and_step_leave_averages_as_ddp_does",
+            *("clip_grad_norm_equals_ddp_for_all_norms", "parameters_of_a_second_optimizer_get_whole_averages"),
+            "the_second_step_is_taken_inside_backward",
         )
     ],
     _HERE + "unused.py::test_unused[a_step_inside_backward_leaves_out_what_no_rank_has_used-2]",
     _HERE + "join.py::test_join_with_ddp_equals_the_plain_optimizer[0-4]",
     *[
         _HERE + f"checkpoint.py::test_checkpoint[{name}-2]"
-        for name in ("masters_and_loss_scale_come_back", "torchs_tools_read_it", "drives_torch_distributed_checkpoint")
+        for name in (
+            "masters_and_loss_scale_come_back",
+            "torchs_tools_read_it",
+            "a_checkpoint_of_torch_distributed_checkpoint_resumes_bit_for_bit",
+        )
     ],
-    _HERE + "elements.py::test_elements[both_stages_with_late_sync_and_gradients_that_wait-2]",
-    _HERE + "elements.py::test_elements[uneven_inputs-2]",
+    _HERE + "elements.py::test_elements[late_syncs_and_waiting_steps_equal_ddp-2]",
+    _HERE + "elements.py::test_elements[join_with_uneven_inputs_equals_ddp-2]",
     _HERE + "rings.py::test_rings[every_mode_equals_ddp_with_the_plain_optimizer-2]",
-    _HERE + "sync_forward.py::test_sync_forward[whoever_uses_a_parameter_waits_for_it-2]",
+    _HERE + "sync_forward.py::test_sync_forward[every_use_of_a_parameter_in_flight_waits_for_it-2]",
 )
 """What is run: each package of the library, and whatever stands on names of torch that are private or new."""
 
