@@ -437,5 +437,27 @@ def _forked(setup: Setup, root: str) -> None:
     assert_replicas_agree(ddp.parameters())
 
 
+def _stepped_in_a_fork(setup: Setup) -> None:
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+    ddp = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
+    for options in ({"overlap": False}, {"max_grad_norm": 1.0}, {"stage": 2, "overlap": False}):
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **options)
+        _train(ddp, opt, 2, setup.rank)
+        ddp(torch.ones(1, 16)).sum().backward()
+        if setup.rank == 1:
+            text = _in_a_fork(opt.step)
+            assert re.match(r"RuntimeError: .*forked from.*Train, save and load in the parent", text), (options, text)
+        opt.step()
+        opt.zero_grad()
+        _train(ddp, opt, 2, setup.rank)
+        assert_replicas_agree(ddp.parameters())
+        opt.zero_grad()
+        opt.detach()
+
+
+def test_a_forked_process_takes_no_step_and_leaves_the_parents_connections_alone() -> None:
+    run_ranks(_stepped_in_a_fork, 2, group_timeout=20.0)
+
+
 def test_a_forked_process_is_told_to_have_parameters_first(tmp_path: Path) -> None:
     run_ranks(_forked, 2, str(tmp_path))

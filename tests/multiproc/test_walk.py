@@ -20,12 +20,12 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (12, 19, 32),
     "stage 2 interleaved: `opt.step()` after it": (15, 26, 55),
     "stage 2 interleaved: backward of 4 buckets": (38, 227, 386),
-    "`opt.step()` standalone": (27, 102, 233),
+    "`opt.step()` standalone": (28, 103, 235),
     "`state_dict()`": (16, 41, 285),
     "`checkpoint.save`": (27, 302, 1853),
     "`checkpoint.load`": (35, 577, 2570),
     "`deepspeed.initialize`": (83, 719, 1474),
-    "an iteration of its engine": (46, 331, 526),
+    "an iteration of its engine": (46, 332, 528),
 }
 
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.scratch_bucket import ReduceOptions
+from ddp_zero.core.comm.groups import check_not_forked
 from ddp_zero.core.engine.attachment import Attachment
 from ddp_zero.core.engine.gradient_access import GradientAccess
 from ddp_zero.core.local.inner import steps_by_scaler
@@ -227,6 +228,7 @@ class Engine:
         by_user: bool = True,
     ) -> TwoPhase[Any]:
         shard, attachment = self.shard, self.attachment
+        check_not_forked(shard.everyone.process_group)  # its messages would break the parent's connections
         hook, joins = attachment.hook, attachment.joins
         attachment.find_models_of_step()
         self.runner.begin(closure)
