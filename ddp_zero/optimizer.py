@@ -247,7 +247,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         `shard_optimizer` does this. Call it where the optimizer was built first, or by other code, such as a framework.
         Only one model can be attached. Errors name parameters as the model does. What is None is as it was for the last
-        model, as where the module is wrapped again; for the first one, the default of `shard_optimizer`.
+        model, as where the module is wrapped again; for the first one, and after `detach`, the default of
+        `shard_optimizer`.
 
         Args:
             model: the DDP model over the optimizer's parameters, without a communication hook, or a module that holds

@@ -66,7 +66,7 @@ class LiveModel:
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
         given = self._given.items()
-        names = {name: None for name, value in given if holds_tensor(name, value) and value.requires_grad}
+        names = dict.fromkeys(name for name, value in given if holds_tensor(name, value) and value.requires_grad)
         return [*names, *(alias for alias, name in self.aliases.items() if name in names)]
 
     def values(self) -> dict[str, Value]:

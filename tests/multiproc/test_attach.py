@@ -311,6 +311,14 @@ def _attach_after_wrapping_again_keeps_the_hook_its_state_and_interleaved(setup:
             ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
             opt.reset()
             opt.attach(ddp)
+        opt.detach()
+        opt.attach(ddp)
+        states.clear()
+        before = last.detach().clone()
+        ddp(torch.ones(1, 32)).sum().backward()
+        opt.step()
+        assert not states, f"{name}: detached, an optimizer forgets the hook"
+        assert not torch.equal(last, before)
 
 
 @case(2)

@@ -98,9 +98,8 @@ def _is_closed(group: ProcessGroup, rank: int) -> bool:
         return False
     byte = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
-        _probes.append(
-            (byte, group.recv([byte], rank, _TAG_WITHOUT_SENDER))
-        )  # posted only where the connection is open
+        # posted only where the connection is open
+        _probes.append((byte, group.recv([byte], rank, _TAG_WITHOUT_SENDER)))
     except RuntimeError:
         return True
     return False

@@ -215,6 +215,7 @@ class Attachment:
             self._registered.free(self.shard.everyone.process_group)
         self.passes.stop()
         self.hook = self._registered = None
+        self._hook_options = HookOptions()  # the next model starts afresh; the user's state may hold a process group
 
     def install_reducer(self) -> None:
         """Once the hook is registered: replace DDP's reducer, if the optimizer reduces by itself."""
