@@ -6,7 +6,7 @@ may average by hand.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -64,10 +64,14 @@ def averaged(plain_model: nn.Module, model: nn.Module, opt: ZeroRedundancyOptimi
     return Twins(plain_model, model, torch.optim.AdamW(plain_model.parameters(), **OPTIONS), opt)
 
 
-def is_refused(
-    twins: Twins, forward: nn.Module, average: Callable[[nn.Module], object] = lambda _: None, match: str = REFUSED
-) -> bool:
-    """Whether an iteration is refused that nothing averages; it must then have changed nothing, on any rank."""
+def assert_refused(
+    where: str,
+    twins: Twins,
+    forward: nn.Module,
+    average: Callable[[nn.Module], object] = lambda _: None,
+    match: str = REFUSED,
+) -> None:
+    """An iteration that nothing averages is refused, and changes nothing on any rank."""
     before = twins.values()
     twins.opt.zero_grad()
     try:
@@ -75,14 +79,13 @@ def is_refused(
         average(twins.model)
         twins.opt.step()
     except (RuntimeError, UserWarning) as error:
-        text = str(error)
+        text = f"{where}: {error}"
         assert re.search(match, text), text
         assert "rank " in text, text
     else:
-        return False
-    assert_identical(before, twins.values(), "unchanged")
+        raise AssertionError(f"{where}: stepped by gradients that nothing has averaged")
+    assert_identical(before, twins.values(), f"{where}: unchanged")
     twins.opt.zero_grad()
-    return True
 
 
 def _of_dtype(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -140,19 +143,14 @@ DROP_IN: dict[str, dict[str, Any]] = {
 }
 
 
-def _failures(found: Iterator[tuple[str, bool]]) -> None:
-    stepped = [name for name, is_refused in found if not is_refused]
-    assert not stepped, f"stepped by gradients that nothing has averaged: {stepped}"
-
-
 # Without DDP
 
 
 @case(2, 3)
 def _gradients_of_a_model_without_ddp_are_refused(setup: Setup) -> None:
-    _failures(
-        (name, is_refused(twins := _alone(**options), twins.model, match=TOLD)) for name, options in DROP_IN.items()
-    )
+    for name, options in DROP_IN.items():
+        twins = _alone(**options)
+        assert_refused(name, twins, twins.model, match=TOLD)
 
 
 @case(2, 3, few=every_other(DROP_IN), every=DROP_IN)
@@ -184,9 +182,9 @@ def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup, config
 @case(2)
 def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
     twins = _alone()
-    assert is_refused(twins, twins.model, match=TOLD)
+    assert_refused("without DDP", twins, twins.model, match=TOLD)
     twins.model = DistributedDataParallel(twins.model)
-    assert is_refused(twins, twins.model.module)
+    assert_refused("around DDP", twins, twins.model.module)
     twins.plain_model = DistributedDataParallel(twins.plain_model)
     twins.go_on(3)
     twins.assert_moved()
@@ -195,9 +193,10 @@ def _a_ddp_model_that_comes_later_must_average(setup: Setup) -> None:
 @case(2)
 def _every_step_is_refused_until_the_loop_averages(setup: Setup) -> None:
     twins = _alone()
-    _failures((f"attempt {attempt}", is_refused(twins, twins.model, match=TOLD)) for attempt in range(3))
+    for attempt in range(3):
+        assert_refused(f"attempt {attempt}", twins, twins.model, match=TOLD)
     twins = _alone()
-    _failures(iter([("before averaging", is_refused(twins, twins.model, match=TOLD))]))
+    assert_refused("before averaging", twins, twins.model, match=TOLD)
     twins.go_on(3, between=of_model(average_each))
     twins.assert_moved()
 
@@ -213,14 +212,10 @@ def _gradients_averaged_by_hand_equal_ddp(setup: Setup) -> None:
 
 @case(2)
 def _a_step_without_the_averaging_of_earlier_steps_is_refused(setup: Setup) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for steps in GOOD_STEPS[1:]:
-            for name, options in DROP_IN.items():
-                twins = _alone(**options)
-                twins.go_on(steps, between=of_model(average_each))
-                yield f"{name} after {steps} steps", is_refused(twins, twins.model, match=TOLD)
-
-    _failures(found())
+    for steps, (name, options) in product(GOOD_STEPS[1:], DROP_IN.items()):
+        twins = _alone(**options)
+        twins.go_on(steps, between=of_model(average_each))
+        assert_refused(f"{name} after {steps} steps", twins, twins.model, match=TOLD)
 
 
 @case(2)
@@ -231,19 +226,15 @@ def _a_step_with_one_parameter_left_unaveraged_is_refused(setup: Setup) -> None:
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
 
-    def found() -> Iterator[tuple[str, bool]]:
-        for steps in (0, 3):
-            twins = _alone()
-            twins.go_on(steps, between=of_model(average_each))
-            told = TOLD.replace("parameter 0", r"parameter \d")
-            yield f"after {steps} steps", is_refused(twins, twins.model, average_others, told)
-
-    _failures(found())
+    for steps in (0, 3):
+        twins = _alone()
+        twins.go_on(steps, between=of_model(average_each))
+        told = TOLD.replace("parameter 0", r"parameter \d")
+        assert_refused(f"after {steps} steps", twins, twins.model, average_others, told)
 
 
 @case(2)
-def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
-    """Every rank computes them from the same data: there is nothing to average."""
+def _gradients_of_the_same_data_on_all_ranks_are_stepped_without_averaging(setup: Setup) -> None:
     twins = _alone()
     twins.feed = batches(0, 100)
     twins.go_on(6)
@@ -251,7 +242,7 @@ def _gradients_that_are_equal_on_all_ranks(setup: Setup) -> None:
 
 
 @case(2)
-def _a_model_that_is_wrapped_after_the_optimizer_was_built(setup: Setup) -> None:
+def _a_model_wrapped_after_the_optimizer_was_built_equals_ddp(setup: Setup) -> None:
     twins = _alone()
     twins.plain_model = DistributedDataParallel(twins.plain_model)
     twins.model = DistributedDataParallel(twins.model)
@@ -282,14 +273,11 @@ def _one_rank_trains_without_ddp_as_the_plain_optimizer(setup: Setup) -> None:
     few=[(mode, GOOD_STEPS[place % len(GOOD_STEPS)]) for place, mode in enumerate(MODES)],
     every=[(mode, steps) for mode in MODES for steps in GOOD_STEPS],
 )
-def _passes_through_the_inner_module(setup: Setup, configurations: list[tuple[str, int]]) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for mode, steps in configurations:
-            twins = _in_ddp(mode)
-            twins.go_on(steps)
-            yield f"{mode} after {steps} steps", is_refused(twins, twins.model.module)
-
-    _failures(found())
+def _a_pass_through_the_module_inside_ddp_is_refused(setup: Setup, configurations: list[tuple[str, int]]) -> None:
+    for mode, steps in configurations:
+        twins = _in_ddp(mode)
+        twins.go_on(steps)
+        assert_refused(f"{mode} after {steps} steps", twins, twins.model.module)
 
 
 @case(2)
@@ -297,55 +285,43 @@ def _a_loop_trains_through_ddp_as_the_plain_one_after_a_refusal(setup: Setup) ->
     for mode in ("standalone", "stage 1 waiting", "stage 2 waiting", "stage 1 cut waiting"):
         twins = _in_ddp(mode)
         twins.go_on(3)
-        assert is_refused(twins, twins.model.module), mode
+        assert_refused(mode, twins, twins.model.module)
         twins.go_on(3)
 
 
 @case(2)
 def _a_pass_through_parts_of_the_module_without_ddp_is_refused(setup: Setup) -> None:
     """Between two passes through DDP, a part of the model is called alone, as an auxiliary loss."""
-
-    def found() -> Iterator[tuple[str, bool]]:
-        for mode in ("standalone", "stage 1 waiting", "stage 2 waiting"):
-            for steps in (0, 3):
-                twins = _in_ddp(mode)
-                twins.go_on(steps)
-                inner = twins.model.module
-                assert isinstance(inner, nn.Sequential)
-                yield f"{mode} after {steps} steps", is_refused(twins, nn.Sequential(*inner))
-
-    _failures(found())
+    for mode, steps in product(("standalone", "stage 1 waiting", "stage 2 waiting"), (0, 3)):
+        twins = _in_ddp(mode)
+        twins.go_on(steps)
+        inner = twins.model.module
+        assert isinstance(inner, nn.Sequential)
+        assert_refused(f"{mode} after {steps} steps", twins, nn.Sequential(*inner))
 
 
 @case(2)
-def _the_ddp_model_was_dropped(setup: Setup) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for steps in (0, 3):
-            twins = _in_ddp("standalone")
-            twins.go_on(steps)
-            twins.model = twins.model.module
-            yield f"after {steps} steps", is_refused(twins, twins.model)
-
-    _failures(found())
+def _a_step_after_the_ddp_model_was_dropped_is_refused(setup: Setup) -> None:
+    for steps in (0, 3):
+        twins = _in_ddp("standalone")
+        twins.go_on(steps)
+        twins.model = twins.model.module
+        assert_refused(f"after {steps} steps", twins, twins.model)
 
 
 @case(2)
-def _the_dtype_changes_once_it_is_wrapped(setup: Setup) -> None:
+def _a_step_after_the_dtype_of_a_wrapped_model_has_changed_is_refused(setup: Setup) -> None:
     """DDP loses its hooks on the gradients: its ranks diverge, without a word."""
-
-    def found() -> Iterator[tuple[str, bool]]:
-        for mode in ("standalone", "stage 1", "stage 1 waiting", "stage 1 clipped", "stage 2", "stage 2 waiting"):
-            for steps in (0, 3):
-                twins = _in_ddp(mode)
-                twins.go_on(steps)
-                twins.model.module.double()
-                yield f"{mode} after {steps} steps", is_refused(twins, twins.model)
-
-    _failures(found())
+    modes = ("standalone", "stage 1", "stage 1 waiting", "stage 1 clipped", "stage 2", "stage 2 waiting")
+    for mode, steps in product(modes, (0, 3)):
+        twins = _in_ddp(mode)
+        twins.go_on(steps)
+        twins.model.module.double()
+        assert_refused(f"{mode} after {steps} steps", twins, twins.model)
 
 
 @case(2)
-def _a_parameter_frozen_once_it_is_wrapped_is_named(setup: Setup) -> None:
+def _a_parameter_frozen_after_wrapping_is_named(setup: Setup) -> None:
     """DDP waits for its gradient, since it does not look for unused parameters."""
     for mode in MODES:
         twins = _in_ddp(mode)
@@ -392,30 +368,26 @@ def _hooked(mode: dict[str, Any], last: int, **ddp_options: Any) -> Twins:
 
 
 @case(3, few=[({}, 5)], every=[({"static_graph": True}, 1), ({"find_unused_parameters": True}, 2), ({}, 15)])
-def _a_hook_that_stops_averaging(setup: Setup, configurations: list[tuple[dict[str, Any], int]]) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):
-            twins = _hooked(mode, last, **ddp_options)
-            twins.go_on(last)
-            hook = r"communication hook does not average.*\[ZERO-302\]$"
-            yield f"{name} {ddp_options} after {last} steps", is_refused(twins, twins.model, match=hook)
-            # both anew: until DDP rebuilds its buckets, a ring of three ranks sums in another order
-            twins.plain_model, twins.model = (
-                DistributedDataParallel(model.module, bucket_cap_mb=0.0015)
-                for model in (twins.plain_model, twins.model)
-            )
-            twins.plain_model.register_comm_hook(dist.group.WORLD, allreduce_hook)
-            twins.opt.reset()
-            twins.opt.zero_grad()
-            twins.opt.attach(twins.model, hook=stopping(99))
-            twins.go_on(2)
-            twins.assert_moved()
-
-    _failures(found())
+def _a_hook_that_stops_averaging_is_refused(setup: Setup, configurations: list[tuple[dict[str, Any], int]]) -> None:
+    for (ddp_options, last), (name, mode) in product(configurations, HOOKED.items()):
+        twins = _hooked(mode, last, **ddp_options)
+        twins.go_on(last)
+        hook = r"communication hook does not average.*\[ZERO-302\]$"
+        assert_refused(f"{name} {ddp_options} after {last} steps", twins, twins.model, match=hook)
+        # both anew: until DDP rebuilds its buckets, a ring of three ranks sums in another order
+        twins.plain_model, twins.model = (
+            DistributedDataParallel(model.module, bucket_cap_mb=0.0015) for model in (twins.plain_model, twins.model)
+        )
+        twins.plain_model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        twins.opt.reset()
+        twins.opt.zero_grad()
+        twins.opt.attach(twins.model, hook=stopping(99))
+        twins.go_on(2)
+        twins.assert_moved()
 
 
 @case(2)
-def _a_hook_that_stops_averaging_under_join(setup: Setup) -> None:
+def _a_hook_that_stops_averaging_under_join_is_refused(setup: Setup) -> None:
     for mode in ({}, {"interleaved": True}, {"max_grad_norm": 1e9}):
         twins = _hooked(mode, 2)
         with pytest.raises(RuntimeError, match=r"communication hook does not average.*\[ZERO-302\]$"):
@@ -489,7 +461,7 @@ def average_head(model: nn.Module) -> None:
 
 
 @case(2, 3)
-def _a_head_outside_ddp_is_averaged_by_hand(setup: Setup) -> None:
+def _a_head_outside_ddp_averaged_by_hand_equals_ddp(setup: Setup) -> None:
     for options in DROP_IN.values():
         twins = _partly(**options)
         twins.go_on(6, between=of_model(average_head))
@@ -497,27 +469,21 @@ def _a_head_outside_ddp_is_averaged_by_hand(setup: Setup) -> None:
 
 
 @case(2)
-def _a_head_outside_ddp_is_forgotten(setup: Setup) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for steps in GOOD_STEPS:
-            twins = _partly()
-            twins.go_on(steps, between=of_model(average_head))
-            yield f"after {steps} steps", is_refused(twins, twins.model)
-
-    _failures(found())
+def _a_head_outside_ddp_that_is_not_averaged_is_refused(setup: Setup) -> None:
+    for steps in GOOD_STEPS:
+        twins = _partly()
+        twins.go_on(steps, between=of_model(average_head))
+        assert_refused(f"after {steps} steps", twins, twins.model)
 
 
 @case(2)
-def _the_trunk_is_in_ddp_and_the_pass_goes_around_it(setup: Setup) -> None:
-    def found() -> Iterator[tuple[str, bool]]:
-        for steps in (0, 3):
-            twins = _partly()
-            twins.go_on(steps, between=of_model(average_head))
-            assert isinstance(twins.model, Trunk)
-            around = nn.Sequential(twins.model.trunk.module, nn.Tanh(), twins.model.head)
-            yield f"after {steps} steps", is_refused(twins, around, average_head)
-
-    _failures(found())
+def _a_pass_around_a_trunk_in_ddp_is_refused(setup: Setup) -> None:
+    for steps in (0, 3):
+        twins = _partly()
+        twins.go_on(steps, between=of_model(average_head))
+        assert isinstance(twins.model, Trunk)
+        around = nn.Sequential(twins.model.trunk.module, nn.Tanh(), twins.model.head)
+        assert_refused(f"after {steps} steps", twins, around, average_head)
 
 
 test_unaveraged = case.each()
