@@ -161,7 +161,8 @@ def _after_a_late_scaler_a_checkpoint_and_a_scaler_work(setup: Setup, configurat
         twins.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(loss_of(twins.model, *next(iter(batches(setup.rank, 1))))).backward()
-        with pytest.raises(RuntimeError, match=r"a torch\.amp\.GradScaler.* checkpoint, and use .*\[ZERO-314\]$"):
+        reason = "used up the gradient of .*" if mode["stage"] == 2 else ""
+        with pytest.raises(RuntimeError, match=rf"{reason}GradScaler.* checkpoint, and use .*\[ZERO-314\]$"):
             scaler.step(twins.opt)
         twins.opt.reset()
         twins.opt.zero_grad()
@@ -400,7 +401,8 @@ def _a_pass_in_no_sync_on_top_of_averages_is_refused(setup: Setup) -> None:
             twins.train(setup, trained)
             twins.zero_grad()
             run_backward(setup, twins.model, 4)
-            with pytest.raises(RuntimeError, match=r"no_sync\(\)|averaged"):  # noqa: PT012
+            added = r"under ddp.no_sync\(\) would add this rank's own.*to an averaged one"
+            with pytest.raises(RuntimeError, match=added if stage == 2 else r"no_sync\(\)|averaged"):  # noqa: PT012
                 with twins.model.no_sync():
                     run_backward(setup, twins.model, 5)
                 twins.opt.step()

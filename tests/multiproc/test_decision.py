@@ -451,12 +451,6 @@ def _refresh_master_weights_without_masters_is_refused(setup: Setup) -> None:
         opt.refresh_master_weights()
 
 
-@case(2)
-def _a_max_grad_norm_that_differs_between_ranks_is_refused(setup: Setup) -> None:
-    with pytest.raises(ValueError, match="the same step options on every rank"):
-        sharded_ddp(build_model(), max_grad_norm=1.0 + setup.rank)
-
-
 # The first step
 
 

@@ -104,6 +104,10 @@ def _different_options_are_refused_when_the_optimizer_is_built(setup: Setup) -> 
                 build(ddp, arguments(ddp.module) if callable(arguments) else arguments)
     with refused_on_all("the same optimizer class"):
         shard_optimizer(wrapped(), SGD if odd else AdamW, lr=0.1)
+    with refused_on_all("stage"):
+        shard_optimizer(wrapped(), AdamW, stage=1 + odd)
+    with refused_on_all("the same step options on every rank"):
+        shard_optimizer(wrapped(), AdamW, max_grad_norm=1.0 + odd)
     ddp = wrapped()
     names = [
         {"params": one["params"], "name": f"rank {setup.rank}", "number": setup.rank} for one in halves(ddp.module)

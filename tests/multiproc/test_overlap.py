@@ -270,37 +270,6 @@ def _a_hook_registered_on_another_model_is_refused_in_backward(setup: Setup) -> 
         loss_of(other, *next(batches(setup.rank, 1))).backward()
 
 
-@case(2)
-def _gradients_changed_after_a_step_inside_backward_are_refused(setup: Setup) -> None:
-    twins = build_overlapped_twins(ADAMW)
-    for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
-        loss_of(twins.model, inputs, targets).backward()
-        if step == 2:
-            nn.utils.clip_grad_norm_(twins.model.parameters(), 0.1)
-            with pytest.raises(RuntimeError, match=r"parameter 0 \(group 0.*overlap_with_ddp=False"):
-                twins.opt.step()
-        else:
-            twins.opt.step()
-        twins.opt.zero_grad(set_to_none=step % 2 == 0)
-
-    scaled = build_overlapped_twins(ADAMW)
-    scaled.train(setup, 1)
-    scaled.zero_grad()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(scaled.model, *next(batches(setup.rank, 1)))).backward()
-    with pytest.raises(RuntimeError, match="GradScaler"):
-        scaler.step(scaled.opt)
-
-
-@case(2)
-def _sparse_gradients_are_refused(setup: Setup) -> None:
-    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
-    kept = shard_optimizer(ddp, torch.optim.SGD, lr=0.1)
-    with pytest.raises(NotImplementedError, match=r"sparse gradient of parameter 0 'module.0.weight'"):
-        ddp(torch.arange(8)).sum().backward()
-    assert kept is not None
-
-
 # Exceptions
 
 
