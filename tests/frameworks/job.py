@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.multiproc.harness import Setup
+from tests.multiproc.harness import Setup, run_ranks
 
 
 def as_a_job(setup: Setup, body: Callable[[Setup], None]) -> None:
@@ -25,6 +25,16 @@ def as_a_job(setup: Setup, body: Callable[[Setup], None]) -> None:
             body(setup)
         finally:
             forget()
+
+
+def run_and_resume(body: Callable[..., None], sizes: tuple[int, int], *args: Any) -> None:
+    """Run ``body(setup, *args, resume)`` as a job at the first number of ranks, and again to resume at the second."""
+    for resume, size in enumerate(sizes):
+        run_ranks(_in_a_job, size, body, *args, bool(resume), timeout=240)
+
+
+def _in_a_job(setup: Setup, body: Callable[..., None], *args: Any) -> None:
+    as_a_job(setup, lambda setup: body(setup, *args))
 
 
 def forget() -> None:

@@ -13,9 +13,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.frameworks.job import as_a_job, assert_equal, assert_moved, forget, scale_on_a_cpu, values
+from tests.frameworks.job import as_a_job, assert_equal, assert_moved, forget, run_and_resume, scale_on_a_cpu, values
 from tests.multiproc.cases import sum_in_rank_order
-from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 
 pytest.importorskip("accelerate", minversion="1.15")
 
@@ -331,10 +331,6 @@ def _files_saved_from_flat_storage_hold_every_parameter(setup: Setup) -> None:
         assert_equal(trained, values(model.module), f"{number}, loaded")
 
 
-def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
-    as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
-
-
 def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     plain = in_rank_order if setup.world_size > 2 and stage == "stage 2" else plainly
     results = []
@@ -347,8 +343,7 @@ def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> 
 @pytest.mark.parametrize("stage", ["stage 1, untouched", "stage 1", "stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_loads_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    for resume, size in enumerate(sizes):
-        run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
+    run_and_resume(_trains_or_resumes, sizes, tmp_path, stage)
 
 
 # What is refused

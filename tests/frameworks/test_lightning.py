@@ -14,9 +14,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.frameworks.job import as_a_job, assert_equal, assert_moved, values
+from tests.frameworks.job import as_a_job, assert_equal, assert_moved, run_and_resume, values
 from tests.multiproc.cases import sum_in_rank_order
-from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 
 pytest.importorskip("lightning", minversion="2.6")
 
@@ -320,10 +320,6 @@ def _the_last_checkpoint_may_be_a_link(setup: Setup) -> None:
     assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], "resumed from a link")
 
 
-def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
-    as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
-
-
 def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     plain = InRankOrder() if setup.world_size > 2 and stage == "stage 2" else "ddp"
     results = []
@@ -338,8 +334,7 @@ def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> 
 @pytest.mark.parametrize("stage", ["stage 1, in plain ddp", "stage 1", "stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    for resume, size in enumerate(sizes):
-        run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
+    run_and_resume(_trains_or_resumes, sizes, tmp_path, stage)
 
 
 # Fabric, which needs no strategy of this library
@@ -404,10 +399,6 @@ def _fabric(setup: Setup) -> None:
             assert_equal(expected[:2], actual[:2], f"stage {stage}, fp16, clip {clip}")
 
 
-def _trains_in_fabric(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
-    as_a_job(setup, lambda setup: _trains_or_resumes_in_fabric(setup, folder, stage, resume))
-
-
 def _trains_or_resumes_in_fabric(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     number = int(stage[-1])
     plain = {"in_rank_order": setup.world_size > 2 and number == 2}
@@ -424,8 +415,7 @@ def _trains_or_resumes_in_fabric(setup: Setup, folder: Path, stage: str, resume:
 @pytest.mark.parametrize("stage", ["Fabric, stage 1", "Fabric, stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_fabric_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    for resume, size in enumerate(sizes):
-        run_ranks(_trains_in_fabric, size, tmp_path, stage, bool(resume), timeout=240)
+    run_and_resume(_trains_or_resumes_in_fabric, sizes, tmp_path, stage)
 
 
 # What is refused

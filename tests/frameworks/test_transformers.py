@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from tests.frameworks.job import as_a_job, assert_equal, values
+from tests.frameworks.job import as_a_job, assert_equal, run_and_resume, values
 from tests.multiproc.cases import sum_in_rank_order
-from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -296,10 +296,6 @@ def _zero_trainer_loads_the_best_model_at_the_end(setup: Setup) -> None:
 UNTOUCHED = "stage 1, untouched"
 
 
-def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
-    as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
-
-
 def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     options = SAVING | {"per_device_train_batch_size": 6 // setup.world_size, "max_grad_norm": 0.5}
     kind: Any
@@ -322,8 +318,7 @@ def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> 
 @pytest.mark.parametrize("stage", [UNTOUCHED, "stage 1", "stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
-    for resume, size in enumerate(sizes):
-        run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
+    run_and_resume(_trains_or_resumes, sizes, tmp_path, stage)
 
 
 class OwnOptimizer(ZeroTrainer):
