@@ -45,7 +45,7 @@ from ddp_zero.snapshots.memory_files import Staged, bytes_in
 from ddp_zero.snapshots.seals import GIVEN_UP, holdings, names_of_part, rank_folder
 from ddp_zero.snapshots.snapshots import Complaints
 from tests import internals
-from tests.multiproc.cases import assert_identical
+from tests.multiproc.cases import assert_identical, step_on
 from tests.multiproc.checkpointed import everything
 from tests.multiproc.harness import Cases, Setup, run_ranks
 from tests.multiproc.moved_state import Spread
@@ -153,17 +153,43 @@ def job(setup: Setup, folder: Path, build: Build, **options: Any) -> Job:
     return found
 
 
+def leave(
+    setup: Setup,
+    folder: Path,
+    steps: int,
+    on_rank_0: Callable[[], object] = lambda: None,
+    *,
+    build: Build = sharded,
+    **options: Any,
+) -> None:
+    """Train so many steps and be gone, after rank 0 has done something to the files of all."""
+    found = job(setup, folder, build, **options)
+    found.train(steps)
+    assert found.snapshots.wait()
+    dist.barrier()
+    if setup.rank == 0:
+        on_rank_0()
+    dist.barrier()
+    del found
+    gc.collect()
+
+
+def assert_as_unbroken(setup: Setup, folder: Path, found: Job, until: int, where: str) -> None:
+    """Train on; all is as after a job that was never interrupted."""
+    found.train(until)
+    state = found.state()
+    unbroken = job(setup, folder, sharded)
+    unbroken.train(until)
+    assert_identical(unbroken.state(), state, where)
+    unbroken.snapshots.close()
+
+
 def interrupted(setup: Setup, build: Build, folder: Path, at: int, until: int, **options: Any) -> tuple[Job, Any]:
     """A job that was interrupted after ``at`` steps and goes on, and the state of an unbroken job."""
     unbroken = job(setup, folder / "unbroken", build, **options)
     unbroken.train(until)
     expected = unbroken.state()
-    first = job(setup, folder / "broken", build, **options)
-    first.train(at)
-    assert first.snapshots.wait()
-    dist.barrier()
-    del first
-    gc.collect()
+    leave(setup, folder / "broken", at, build=build, **options)
     second = job(setup, folder / "broken", lambda: build_differently(build), **options)
     return second, expected
 
@@ -312,25 +338,17 @@ def on_host(number: int) -> Iterator[None]:
 def _a_host_that_is_lost_is_restored_from_its_copies(setup: Setup) -> None:
     host = setup.rank // 2
     root = setup.folder / f"host-{host}"
+
+    def lose_host_1() -> None:
+        assert len(list((setup.folder / "host-0").glob("rank-*/*/seal-*.json"))) == 8, "two slots, four parts"
+        shutil.rmtree(setup.folder / "host-1")
+
     with on_host(host):
-        first = job(setup, root, sharded)
-        first.train(5)
-        assert first.snapshots.wait()
-        dist.barrier()
-        if setup.rank == 0:
-            assert len(list((setup.folder / "host-0").glob("rank-*/*/seal-*.json"))) == 8, "two slots, four parts"
-            shutil.rmtree(setup.folder / "host-1")
-        dist.barrier()
-        del first
-        gc.collect()
+        leave(setup, root, 5, lose_host_1)
         second = job(setup, root, lambda: build_differently(sharded))
         assert step_of(second) == 4
         assert len(list(setup.folder.glob("host-1/restored-*/seal-*.json"))) == 4
-        second.train(9)
-        state = second.state()
-        unbroken = job(setup, setup.folder / f"other-{host}", sharded)
-        unbroken.train(9)
-        assert_identical(unbroken.state(), state, "after the loss of a host")
+        assert_as_unbroken(setup, setup.folder / f"other-{host}", second, 9, "after the loss of a host")
         dist.barrier()
         assert list(setup.folder.glob("host-*/restored-*")) == [], "given up when a new snapshot was complete"
 
@@ -356,21 +374,12 @@ def _crashes_while_loading_and_before_the_next_snapshot_lose_nothing(setup: Setu
         gc.collect()
         third = job(setup, root, lambda: build_differently(sharded))
         assert step_of(third) == 4, "every host has kept all that was restored"
-        third.train(7)
-        state = third.state()
-        unbroken = job(setup, setup.folder / f"unbroken-{setup.rank}", sharded)
-        unbroken.train(7)
-        assert_identical(unbroken.state(), state, "after three crashes")
+        assert_as_unbroken(setup, setup.folder / f"unbroken-{setup.rank}", third, 7, "after three crashes")
 
 
 @case(2)
 def _old_snapshots_are_out_of_sight_at_once_and_removed_before_the_first_new_one(setup: Setup) -> None:
-    first = job(setup, setup.folder / "run", sharded)
-    first.train(5)
-    assert first.snapshots.wait()
-    dist.barrier()
-    del first
-    gc.collect()
+    leave(setup, setup.folder / "run", 5)
     may_go_on, removed = threading.Event(), recovery.remove
 
     def late(folders: list[Path]) -> None:
@@ -425,13 +434,8 @@ def _two_hosts_lost_at_once_need_two_copies_or_a_checkpoint(setup: Setup) -> Non
             assert f"step {expected} is restored from the {kind}" in second.loaded.notes[0]
             told = [note for note in second.loaded.notes if "step 4: no part of rank" in note]
             assert len(told) == (0 if expected == 4 else 1)
-            second.train(6)
-            state = second.state()
-            unbroken = job(setup, setup.folder / f"unbroken-{copies}-{setup.rank}", sharded, copies=copies)
-            unbroken.train(6)
-            assert_identical(unbroken.state(), state, f"{copies} copies")
+            assert_as_unbroken(setup, setup.folder / f"{copies}-{setup.rank}", second, 6, f"{copies} copies")
             second.snapshots.close()
-            unbroken.snapshots.close()
         dist.barrier()
         if setup.rank == 0:
             shutil.rmtree(setup.folder / "disk")
@@ -472,20 +476,15 @@ def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup, configu
     for number, (name, lost) in enumerate(configurations):
         pattern, damage = DAMAGE[name]
         root = setup.folder / f"{number}" / f"host-{setup.rank}"
+
+        def damage_newest(root: Path = root, pattern: str = pattern, damage: Any = damage, lost: int = lost) -> None:
+            """The part of rank 0, in the slot of the second snapshot."""
+            damage(rank_folder(root, 0) / "b" / pattern.format(0))
+            if lost == 2:
+                damage(rank_folder(root.parent / "host-1", 1) / "b" / pattern.format(0))
+
         with on_host(setup.rank):
-            first = job(setup, root, sharded)
-            first.train(5)
-            assert first.snapshots.wait()
-            dist.barrier()
-            if setup.rank == 0:  # its own part of the newest snapshot
-                slot = "b"  # the second snapshot
-                damage(rank_folder(root, 0) / slot / pattern.format(0))
-                if lost == 2:
-                    other = root.parent / "host-1"
-                    damage(rank_folder(other, 1) / slot / pattern.format(0))
-            dist.barrier()
-            del first
-            gc.collect()
+            leave(setup, root, 5, damage_newest)
             second = job(setup, root, sharded)
             assert step_of(second) == {1: 4, 2: 2}[lost], f"{name}, {lost} files"
             second.train(6)
@@ -701,9 +700,7 @@ def _a_changed_model_is_refused_and_loads_as_the_message_says(setup: Setup) -> N
     assert len(loaded.skipped) > 0
     assert not torch.equal(expected, model.state_dict()["module.0.weight"]), "of step 2, not 3"
     for _ in range(2):
-        model(torch.randn(4, 6)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, model(torch.randn(4, 6)).square().mean())
         taken.step()
         taken.wait()
     dist.barrier()
@@ -728,12 +725,8 @@ def _files_of_somebody_else(root: Path) -> list[Path]:
 @case(2)
 def _only_snapshots_are_removed(setup: Setup) -> None:
     root = setup.folder / "run"
-    first = job(setup, root, sharded)
-    first.train(5)
-    first.snapshots.wait()
-    dist.barrier()
-    files = _files_of_somebody_else(root) if setup.rank == 0 else []
-    dist.barrier()
+    files: list[Path] = []
+    leave(setup, root, 5, lambda: files.extend(_files_of_somebody_else(root)))
     second = job(setup, root, sharded)
     assert step_of(second) == 4
     second.train(7)
@@ -799,10 +792,7 @@ def _a_host_that_cannot_write_takes_the_fallback_or_is_told_on_all_ranks(setup: 
 @case(2)
 def _a_folder_that_cannot_be_cleared_or_read_stops_nobody(setup: Setup) -> None:
     root = setup.folder / "run"
-    first = job(setup, root, sharded)
-    first.train(3)
-    first.snapshots.wait()
-    dist.barrier()
+    leave(setup, root, 3)
     with mock.patch.object(Path, "rename", _refuses(errno.EROFS)):
         second = job(setup, root, sharded)
     assert step_of(second) == 2
@@ -842,11 +832,7 @@ def _a_checkpoint_of_its_own_restores_as_much_and_a_newer_one_comes_first(setup:
     first.snapshots.close(keep=True)
     second = job(setup, setup.folder / "run", lambda: build_differently(sharded), **options)
     assert step_of(second) == 5
-    second.train(7)
-    state = second.state()
-    unbroken = job(setup, setup.folder / "unbroken", sharded)
-    unbroken.train(7)
-    assert_identical(unbroken.state(), state, "from disk")
+    assert_as_unbroken(setup, setup.folder / "unbroken", second, 7, "from disk")
     second.snapshots.close(keep=True)
     third = job(setup, setup.folder / "run", sharded, **options)
     assert step_of(third) == 6
