@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from ddp_zero import elementwise
+from tests.multiproc import small_models
 from tests.multiproc.cases import OptimizerCase, optimizer_case
 
 
@@ -34,48 +35,17 @@ class ToyCoupled(Optimizer):
 
 
 @elementwise
-class ToyScheduleFree(Optimizer):
-    """SGD whose parameters are an interpolation in training and an average in evaluation."""
+class ToyScheduleFree(small_models.ToyScheduleFree):
+    """The toy that begins in training mode, and may be given a closure."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        for options in (self.defaults, *self.param_groups):
+            options["train_mode"] = True
 
-    def train(self) -> None:
-        """Parameters are what gradients are taken at."""
-        self._switch(True)
-
-    def eval(self) -> None:
-        """Parameters are the average."""
-        self._switch(False)
-
-    @torch.no_grad()
-    def _switch(self, trains: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] is trains:
-                continue
-            group["train_mode"] = trains
-            for param in group["params"]:
-                if "z" in self.state[param]:
-                    weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
-                    param.lerp_(self.state[param]["z"], weight)
-
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = _evaluated(closure)
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("Expected the optimizer in training mode, got one in evaluation mode.")
-            share = 1 / (group["k"] + 1)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if "z" not in state:
-                    state["z"] = param.clone()
-                param.lerp_(state["z"], share)
-                param.add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
-                state["z"].sub_(param.grad, alpha=group["lr"])
-            group["k"] += 1
+        super().step()
         return loss
 
 

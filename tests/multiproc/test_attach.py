@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -546,51 +546,6 @@ def _gradients_of_other_parameters_after_an_interrupted_pass_equal_ddp(
         expected = trained(None, as_views)
         for name, mode in modes.items():
             assert_identical(expected, trained(mode, as_views), f"{name}, views: {as_views}")
-
-
-HOWS = ("dropped", "detached", "zeroed")
-FOLLOWING = [*pairwise([*EVERY_MODE, "stage 1"]), ("stage 2", "stage 1")]
-SUCCESSORS = [*((one, one) for one in EVERY_MODE), *FOLLOWING]
-
-
-@case(
-    2,
-    few=[(pair, HOWS[place % len(HOWS)]) for place, pair in enumerate(FOLLOWING)],
-    every=list(product(SUCCESSORS, HOWS)),
-)
-def _one_optimizer_after_the_other_over_a_model_equals_plain_ones(
-    setup: Setup, configurations: Sequence[tuple[tuple[str, str], str]]
-) -> None:
-    """The earlier one is dropped, or it still exists and leaves; then there is a plain one."""
-
-    def trained(modes: list[dict[str, Any] | None], how: str) -> nn.Module:
-        model = wrapped(build_model())
-        earlier: Any = []
-        for fold, mode in enumerate(modes):
-            kind, options = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}) if fold % 2 else (AdamW, OPTIONS)
-            if how == "zeroed":
-                model.zero_grad(set_to_none=False)
-            opt: Any = (
-                kind(model.parameters(), **options) if mode is None else shard_optimizer(model, kind, **mode, **options)
-            )
-            for step, batch in enumerate(batches(setup.rank, 3, seed=fold)):
-                if step:
-                    opt.zero_grad()
-                loss_of(model, *batch).backward()
-                opt.step()
-            opt.zero_grad()
-            if mode is not None and how == "detached":
-                opt.detach()
-                earlier.append(opt)
-            del opt
-        inner: nn.Module = model.module
-        return inner
-
-    expected = {how: trained([None] * 4, how) for how in HOWS}
-    for pair, how in configurations:
-        one, other = (EVERY_MODE[name] for name in pair)
-        last = None if how == "detached" else one  # a plain optimizer could not have it leave
-        assert_equal_models(expected[how], trained([one, other, one, last], how), f"{pair}, {how}")
 
 
 @case(2, few=every_other(EVERY_MODE, 1), every=EVERY_MODE)

@@ -1,15 +1,14 @@
 """A handful of fuzzed cases, and that the fuzzer finds what is wrong. Thousands: ``python -m tests.fuzz``."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from tests.fuzz.__main__ import Tally, fuzz
+from tests.fuzz.__main__ import Tally
 from tests.fuzz.case import LATE_VALUES, Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
+from tests.fuzz.checks import assert_drawn_alike, assert_none_fails
 from tests.fuzz.draw import MATRICES_ONLY, OPTIMIZERS, draw
 from tests.fuzz.late_values import may_raise, must_raise
 from tests.fuzz.operations import OPERATIONS
@@ -21,41 +20,24 @@ MANY_SEEDS = {2: range(8, 200), 3: range(3, 60)}
 _SIMPLE = replace(draw(7, 2), mode=Mode(overlap=True), program=(Train(),) * 5)
 
 
-def _assert_equal(seeds: range, ranks: int) -> None:
-    tally = fuzz(seeds, ranks)
-    assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
-    assert tally.cases == len(seeds)
-    assert tally.passed > tally.cases / 2
-    assert tally.compared > 4 * tally.cases
-
-
 @pytest.mark.parametrize("ranks", SEEDS)
 def test_random_programs_equal_ddp(ranks: int) -> None:
-    _assert_equal(SEEDS[ranks], ranks)
+    assert_none_fails(SEEDS[ranks], ranks, least_compared=4)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
 def test_more_random_programs_equal_ddp(ranks: int) -> None:
-    _assert_equal(MANY_SEEDS[ranks], ranks)
+    assert_none_fails(MANY_SEEDS[ranks], ranks, least_compared=4)
 
 
 @pytest.mark.nightly
-def test_a_case_in_which_parts_of_a_model_are_compiled_while_parameters_are_on_their_way() -> None:
-    tally = fuzz([3_100_103], 3)
-    assert tally.passed == 1, tally.report(3) + "".join(outcome.text for outcome in tally.failures)
+def test_parts_compiled_while_parameters_are_on_their_way_equal_ddp() -> None:
+    assert_none_fails([3_100_103], 3, least_passed=1.0)
 
 
 def test_cases_are_drawn_without_torch_and_always_alike() -> None:
-    told = [str(draw(seed, ranks)) for seed in range(50) for ranks in (2, 3)]
-    script = (
-        "import sys; from tests.fuzz.draw import draw\n"
-        "print('\\n'.join(str(draw(seed, ranks)) for seed in range(50) for ranks in (2, 3)))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert again.stdout.strip() == "\n".join(told)
-    assert len(set(told)) == len(told)
+    assert_drawn_alike(draw, 2, 3)
 
 
 def test_every_optimizer_is_drawn() -> None:

@@ -1,14 +1,12 @@
 """A handful of the fuzzer's training loops, and that it finds faults. Hundreds: ``python -m tests.fuzz --loops``."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from tests.fuzz.__main__ import Tally, fuzz
 from tests.fuzz.case import Case, Ddp, Loop, Mode, Model, Optim
+from tests.fuzz.checks import assert_drawn_alike, assert_hang_is_reported, assert_none_fails
 from tests.fuzz.loops.case import Do, LoopCase
 from tests.fuzz.loops.draw import CLASSES, draw_loop
 from tests.fuzz.loops.expect import expected_of
@@ -30,23 +28,15 @@ def _loop(mode: Mode, *iterations: tuple[Do, ...]) -> LoopCase:
     return LoopCase(0, 2, (unit,), (*iterations, (Do("finish"),)))
 
 
-def _assert_equal(seeds: range, ranks: int) -> None:
-    tally = fuzz(seeds, ranks, draws=draw_loop)
-    assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
-    assert tally.cases == len(seeds)
-    assert tally.passed > tally.cases / 2
-    assert tally.compared > 2 * tally.cases
-
-
 @pytest.mark.parametrize("ranks", SEEDS)
 def test_random_loops_equal_ddp_or_are_refused(ranks: int) -> None:
-    _assert_equal(SEEDS[ranks], ranks)
+    assert_none_fails(SEEDS[ranks], ranks, draw_loop, least_compared=2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
 def test_more_random_loops_equal_ddp_or_are_refused(ranks: int) -> None:
-    _assert_equal(MANY_SEEDS[ranks], ranks)
+    assert_none_fails(MANY_SEEDS[ranks], ranks, draw_loop, least_compared=2)
 
 
 # Drawing
@@ -58,15 +48,7 @@ def _many() -> list[LoopCase]:
 
 
 def test_loops_are_drawn_without_torch_and_always_alike() -> None:
-    told = [str(draw_loop(seed, ranks)) for seed in range(50) for ranks in (2, 3)]
-    script = (
-        "import sys; from tests.fuzz.loops.draw import draw_loop\n"
-        "print('\\0'.join(str(draw_loop(seed, ranks)) for seed in range(50) for ranks in (2, 3)), end='')\n"
-        "assert 'torch' not in sys.modules"
-    )
-    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert again.stdout.split("\0") == told
-    assert len(set(told)) == len(told)
+    assert_drawn_alike(draw_loop, 2, 3)
 
 
 def test_every_idiom_is_drawn() -> None:
@@ -196,12 +178,7 @@ def test_a_rank_that_is_refused_alone_may_be_missed_until_the_time_out() -> None
 
 @pytest.mark.nightly
 def test_a_rank_that_hangs_in_a_loop_is_reported_by_its_case() -> None:
-    with Pool(2, timeout=10.0, injects="hang 6") as pool:
-        outcome = pool.run(_loop(_INSIDE, _STEP, _STEP))
-    assert (outcome.verdict, outcome.kind) == ("failed", "hang")
-    tally = Tally()
-    tally.add(outcome)
-    assert "--loops --ranks 2 --only 0  # hang" in tally.report(2)
+    assert_hang_is_reported(_loop(_INSIDE, _STEP, _STEP), "hang 6", "--loops --ranks 2 --only 0  # hang")
 
 
 def test_a_subset_of_a_loop_can_be_run_again() -> None:

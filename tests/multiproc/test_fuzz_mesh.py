@@ -1,15 +1,12 @@
 """A handful of the fuzzer's mesh programs, and that it finds faults. Hundreds: ``python -m tests.fuzz --mesh``."""
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from tests.fuzz.__main__ import Tally, fuzz
 from tests.fuzz.case import LATE_VALUES
+from tests.fuzz.checks import assert_drawn_alike, assert_hang_is_reported, assert_none_fails
 from tests.fuzz.mesh.case import (
     Away,
     Compare,
@@ -41,34 +38,19 @@ _TWO = MeshCase(
 )
 
 
-def _assert_equal(seeds: Sequence[int], ranks: int) -> None:
-    tally = fuzz(seeds, ranks, draws=draw_mesh)
-    assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
-    assert tally.cases == tally.passed == len(seeds)
-    assert tally.compared > 3 * tally.cases
-
-
 @pytest.mark.parametrize("ranks", SEEDS)
 def test_random_mesh_programs_equal_plain_optimizers(ranks: int) -> None:
-    _assert_equal(SEEDS[ranks], ranks)
+    assert_none_fails(SEEDS[ranks], ranks, draw_mesh, least_passed=1.0, least_compared=3)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", MANY_SEEDS)
 def test_more_random_mesh_programs_equal_plain_optimizers(ranks: int) -> None:
-    _assert_equal(MANY_SEEDS[ranks], ranks)
+    assert_none_fails(MANY_SEEDS[ranks], ranks, draw_mesh, least_passed=1.0, least_compared=3)
 
 
 def test_mesh_cases_are_drawn_without_torch_and_always_alike() -> None:
-    told = [str(draw_mesh(seed, ranks)) for seed in range(50) for ranks in (4, 8)]
-    script = (
-        "import sys; from tests.fuzz.mesh.draw import draw_mesh\n"
-        "print('\\n'.join(str(draw_mesh(seed, ranks)) for seed in range(50) for ranks in (4, 8)))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert again.stdout.strip() == "\n".join(told)
-    assert len(set(told)) == len(told)
+    assert_drawn_alike(draw_mesh, 4, 8)
 
 
 @cache
@@ -183,9 +165,4 @@ def test_a_refusal_that_is_missing_is_found_on_a_mesh() -> None:
 
 @pytest.mark.nightly
 def test_a_rank_that_hangs_on_a_mesh_is_reported_by_its_case() -> None:
-    with Pool(2, timeout=10.0, injects="hang 1") as pool:
-        outcome = pool.run(_TWO)
-    assert (outcome.verdict, outcome.kind) == ("failed", "hang")
-    tally = Tally()
-    tally.add(outcome)
-    assert "--mesh --ranks 2 --only 0  # hang" in tally.report(2)
+    assert_hang_is_reported(_TWO, "hang 1", "--mesh --ranks 2 --only 0  # hang")

@@ -24,6 +24,7 @@ from tests.fuzz.mesh.case import CUTS, DIMS, ROLES, Evaluate, Layout, MeshCase, 
 from tests.fuzz.mesh.net import Mixture, Part, Seen, Values
 from tests.fuzz.sides import Place
 from tests.fuzz.toys import find_optimizer
+from tests.multiproc.cases import added, gathered, ready
 from tests.multiproc.two_memories import taken_for_a_device
 
 FIRST_SCALE, INTERVAL = 1024.0, 2
@@ -552,20 +553,8 @@ class _Sums:
 
     def average(self, group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         ranks = dist.get_world_size(group)
-        mine = bucket.buffer().mul_(1.0 / ranks)
-        every = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(every, mine, group=group)
-        total = _added([_added([every[rank] for rank in part]) for part in self._parts])
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(total)
-        return future
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].float() if str(parts[0].dtype)[6:] in _LOW else parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+        every = gathered(bucket.buffer().mul_(1.0 / ranks), group)
+        return ready(added([added([every[rank] for rank in part]) for part in self._parts]))
 
 
 def _apart(ranks: range, sharers: Callable[[int], range | None]) -> list[list[int]]:
