@@ -83,16 +83,11 @@ def test_renaming_replaces_the_longest_leading_parts_or_raises(names: list[str],
 # Values
 
 
-def test_values_of_the_same_name_shape_and_dtype_fit_in_the_order_of_the_model() -> None:
-    fit = of_values({"a": MATRIX, "b": VECTOR, "s": NO_TENSOR}, {"s": NO_TENSOR, "b": VECTOR, "a": MATRIX})
-    assert fit == Fit(values=["s", "b", "a"])
-
-
 def test_a_value_that_was_not_saved_is_a_misfit() -> None:
     assert of_values({}, {"a": MATRIX}) == Fit(misfits=["'a' of the model is not in the checkpoint"])
 
 
-def test_a_saved_value_that_the_model_has_not_is_a_misfit() -> None:
+def test_a_saved_value_that_the_model_lacks_is_a_misfit() -> None:
     assert of_values({"a": MATRIX}, {}) == Fit(misfits=["'a' of the checkpoint is not in the model"])
 
 
@@ -164,12 +159,6 @@ def test_of_groups_with_equally_many_parameters_the_first_saved_one_gives_the_op
     assert (fit.groups, fit.misfits) == ([0, 1], ["group 1 has parameters of the saved groups [1, 2]"])
 
 
-def test_a_parameter_that_went_to_another_group_is_a_misfit_of_that_group() -> None:
-    fit = of_groups([["a", "b"], ["c"]], [["a"], ["c", "b"]])
-    assert fit.groups == [0, 0]
-    assert fit.misfits == ["group 1 has parameters of the saved groups [0, 1]"]
-
-
 def test_a_trainable_parameter_that_was_not_in_the_optimizer_is_a_misfit() -> None:
     fit = of_groups([["a"]], [["a", "b"]])
     assert (fit.states, fit.misfits, fit.notes) == (["a"], ["'b' of the optimizer is not in the saved one"], [])
@@ -224,7 +213,7 @@ def test_parameters_whose_values_do_not_fit_have_no_say_in_the_options() -> None
 # Messages
 
 
-def test_lines_are_listed_under_each_other() -> None:
+def test_a_list_of_lines_has_a_dash_before_each() -> None:
     assert list_lines([]) == ""
     assert list_lines(["one", "two"]) == "\n  - one\n  - two"
 

@@ -209,8 +209,3 @@ def test_variables_to_export_are_those_of_nccl_gloo_and_omp() -> None:
         "MY_NCCL_X": "1",
     }
     assert variables_to_export(here) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
-
-
-def test_only_line_feeds_end_a_line_of_a_file_of_variables() -> None:
-    values = {"A": "one\u2028two", "B": "three\x85four\x0bfive"}
-    assert parse_environment("".join(f"{name}={value}\n" for name, value in values.items()), "f", {}) == values
