@@ -45,7 +45,7 @@ def assert_alike(mine: Callable[[Params], Optimizer], theirs: Callable[[Params],
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lion(weight_decay: float) -> None:
+def test_lion_equals_deepspeeds(weight_decay: float) -> None:
     from deepspeed.ops.lion import DeepSpeedCPULion
 
     options: dict[str, Any] = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=weight_decay)
@@ -72,7 +72,7 @@ def warming_up(params: Params, **options: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.01, 10.0), (0.3, 0.5)])
-def test_lamb(least: float, most: float) -> None:
+def test_lamb_equals_deepspeeds(least: float, most: float) -> None:
     options: dict[str, Any] = dict(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
     options |= dict(max_coeff=most, min_coeff=least)
     assert_alike(
@@ -81,7 +81,7 @@ def test_lamb(least: float, most: float) -> None:
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_muon(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_with_adam_equals_deepspeeds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 and fp16, as DeepSpeed computes where a device has them; not compiled, which would round elsewhere."""
     muon = pytest.importorskip("deepspeed.runtime.zero.muon.muon_optimizer")
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)

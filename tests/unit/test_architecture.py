@@ -396,7 +396,7 @@ def test_torch_is_the_only_dependency_and_the_ground_floor_has_none() -> None:
     assert violations(foreign) == {}
 
 
-def test_the_ground_floor_runs_where_there_is_no_torch() -> None:
+def test_packages_that_need_no_torch_run_without_it() -> None:
     """Some packages' `__init__` import upper floors, so empty files stand in for them."""
     ground = sorted(name for name in FILES if is_pure(name))
     program = f"""
@@ -699,7 +699,7 @@ SEEN: list[tuple[Callable[[ast.Module], Collection[object]], str, object]] = [
 
 
 @pytest.mark.parametrize(("look", "code", "found"), SEEN, ids=[code for _, code, _ in SEEN])
-def test_a_look_sees_this_and_no_more(
+def test_each_search_of_the_code_finds_what_it_is_for_and_nothing_else(
     look: Callable[[ast.Module], Collection[object]], code: str, found: object
 ) -> None:
     seen = look(ast.parse(code))

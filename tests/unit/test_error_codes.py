@@ -344,7 +344,7 @@ def test_explain_knows_every_code_and_no_more(capsys: pytest.CaptureFixture[str]
     assert "there is no code ZERO-000" in capsys.readouterr().err
 
 
-def test_the_wheel_takes_the_page_along() -> None:
+def test_the_wheel_is_told_to_contain_the_page_of_codes() -> None:
     settings = (REPOSITORY / "pyproject.toml").read_text()
     assert '"docs/troubleshooting.md" = "ddp_zero/troubleshooting.md"' in settings
 

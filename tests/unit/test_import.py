@@ -27,7 +27,7 @@ def test_importing_ddp_zero_warns_of_nothing_and_loads_no_heavy_module(has_numpy
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "set()", "")
 
 
-def test_it_says_that_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 

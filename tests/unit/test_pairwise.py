@@ -15,7 +15,7 @@ FACTORS: list[list[Sequence[Any]]] = [
 
 
 @pytest.mark.parametrize("factors", FACTORS)
-def test_every_two_values_meet(factors: list[Sequence[Any]]) -> None:
+def test_every_two_values_of_different_factors_are_in_one_combination(factors: list[Sequence[Any]]) -> None:
     rows = pairwise(*factors)
     for one, other in combinations(range(len(factors)), 2):
         assert {(row[one], row[other]) for row in rows} == set(product(factors[one], factors[other]))

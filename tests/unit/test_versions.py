@@ -24,7 +24,7 @@ def test_rows_are_added_in_order_and_replaced() -> None:
     assert not replace(ROW, passed=0).works
 
 
-def test_the_page_keeps_them_when_the_rest_is_written() -> None:
+def test_writing_the_status_page_keeps_the_rows_of_versions() -> None:
     page = features.STATUS.read_text()
     assert features.render({}, page) == page == render(page, [])
 

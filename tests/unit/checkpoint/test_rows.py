@@ -136,7 +136,7 @@ def test_a_damaged_part_is_named_unless_checksums_were_compared_before(tmp_path:
     assert (read(tmp_path, cut, CPU, checks=False) != WHOLE).sum() == 1
 
 
-def test_one_place_for_tensors_of_different_sizes_fits_its_checksum_for_one_alone(tmp_path: Path) -> None:
+def test_two_tensors_of_different_sizes_at_one_place_are_refused(tmp_path: Path) -> None:
     (span,) = write_tensors(tmp_path / "__0_0.distcp", [WHOLE])
     one, half = (StoredTensor.of(TensorSpec(shape, None, torch.float32, "cpu"), span) for shape in ((4, 6), (2, 6)))
     verify(tmp_path, [one, one])
@@ -168,7 +168,7 @@ def parts(*changed: Any, births: Any = None) -> tuple[Any, Any]:
     return first, rank_1(births={"w": (0, 0)} if births is None else births, rows=others, **wholes)
 
 
-def test_parts_become_one_value_and_one_state(tmp_path: Path) -> None:
+def test_parts_of_two_ranks_are_joined_to_one_value_and_state(tmp_path: Path) -> None:
     saved = SavedCheckpoint.open(forge(tmp_path / "step-00000003", *parts()))
     for one in (saved.model["w"], saved.state["w"]["exp_avg"]):
         assert one.spec.shape == (4, 3)
@@ -229,7 +229,7 @@ def test_shapes_and_strides_that_cannot_be_are_refused(tmp_path: Path, shape: An
         SavedCheckpoint.open(forge(tmp_path / "step-00000003", first, second))
 
 
-def test_the_state_of_a_whole_is_one_rank_s_and_masters_are_of_parts(tmp_path: Path) -> None:
+def test_a_state_of_one_rank_is_read_beside_masters_of_parts(tmp_path: Path) -> None:
     of_whole = {"momentum": torch.zeros(4, 3), "left": torch.zeros(4, 4), "n": 3}
     halves = [[cut_row(key, torch.zeros(2, 3), begin) for key in (None, "master_weight")] for begin in (0, 2)]
     b = {"b": {"step": torch.zeros(())}}

@@ -178,5 +178,5 @@ def test_muon_is_torchs_with_the_same_method() -> None:
 
 
 @pytest.mark.parametrize("kind", [Lion, Lamb])
-def test_they_can_be_sharded(kind: Any) -> None:
+def test_lion_and_lamb_can_be_sharded(kind: Any) -> None:
     check_shardable(kind, lr=0.1)

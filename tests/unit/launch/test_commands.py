@@ -87,7 +87,7 @@ def test_ssh_gets_one_argument_that_a_shell_takes_apart_again() -> None:
 @pytest.mark.parametrize(
     ("launcher", "front"), [("local", ()), ("slurm", ("srun", "--nodes=1", "--ntasks=1", "--nodelist=b"))]
 )
-def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, ...]) -> None:
+def test_local_commands_and_srun_get_the_arguments_unquoted(launcher: str, front: tuple[str, ...]) -> None:
     _, second = build(launcher)
     assert second.argv[: len(front)] == front
     assert second.argv[-1] == "it's %n"
@@ -101,7 +101,7 @@ def test_a_check_names_the_script_unless_it_is_a_module() -> None:
     assert "--script" not in check_command("a", "", options("-m"), GUARD, FOLDER).argv[-1]
 
 
-def test_an_answer_is_found_behind_a_greeting() -> None:
+def test_an_answer_is_read_after_lines_of_a_greeting() -> None:
     answer = f'Welcome!\n{MARK}{{"addresses": ["10.0.0.1"], "port": 77}}\n'
     assert read_answer(answer) == Answer(("10.0.0.1",), 77)
     for wrong in ("", "Welcome!", f"{MARK}", f"{MARK}[]", f'{MARK}{{"addresses": [], "port": "x"}}', f"{MARK}{{}}"):

@@ -58,7 +58,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ignores", ["pass", DEAF])
-def test_a_daemon_ends_with_its_command(tmp_path: Path, ignores: str) -> None:
+def test_a_daemon_that_a_command_left_behind_is_ended_with_it(tmp_path: Path, ignores: str) -> None:
     with start(tmp_path, *python(DAEMON, ignores)) as process:
         assert process.wait(HANG) == 0
         assert process.stdout is not None
@@ -98,7 +98,7 @@ def test_silence_stops_the_command(tmp_path: Path) -> None:
         assert "nothing was heard from the launcher for 0.5 s" in process.stderr.read()
 
 
-def test_a_word_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_stops_only_after_so_many_seconds_without_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that each look at it advances by a second; a word comes before every third look at the child."""
     reads, writes = os.pipe()
     looks = itertools.count()
@@ -122,7 +122,7 @@ def test_a_word_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(looks) == 9 + 1 + 4, "words before looks 0, 3, 6 and 9, and then four seconds of silence"
 
 
-def test_a_guard_that_is_killed_takes_its_command_along(tmp_path: Path) -> None:
+def test_a_command_ends_when_its_guard_is_killed(tmp_path: Path) -> None:
     with start(tmp_path, *python(FOREVER)) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -149,7 +149,7 @@ def test_a_module_is_looked_for_without_importing_packages(tmp_path: Path) -> No
         assert not guard.has_module(name, [str(tmp_path)]), name
 
 
-def test_a_check_tells_addresses_and_a_port(
+def test_a_check_of_a_host_prints_addresses_and_a_free_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").touch()

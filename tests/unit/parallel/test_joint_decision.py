@@ -74,7 +74,7 @@ def test_join_norms_adds_norms_of_ranks_and_members_that_count() -> None:
     assert join_norms(table, [[True, False], [True, False]], 1.0).tolist() == [7.0]
 
 
-def test_a_norm_that_does_not_count_may_be_anything() -> None:
+def test_a_norm_that_does_not_count_may_be_nan_or_infinite() -> None:
     table = torch.tensor([[[2.0, 1.0]], [[math.nan, math.inf]]])
     assert join_norms(table, [[True, False]], 2.0).tolist() == [2.0, 1.0]
 

@@ -47,12 +47,12 @@ def test_with_a_mesh_homes_are_places_along_the_dimensions_that_matter() -> None
         ((), {}),
     ],
 )
-def test_cuts_are_names_or_dimensions(given: object, found: dict[str, int | None]) -> None:
+def test_cuts_are_read_from_a_name_a_list_or_a_dict_of_dimensions(given: object, found: dict[str, int | None]) -> None:
     assert read_cuts(given, 0) == found
 
 
 @pytest.mark.parametrize("given", [7, {"tensor": True}, {"tensor": 0.0}, [0], {0: "tensor"}])
-def test_anything_else_is_refused(given: object) -> None:
+def test_cuts_of_other_types_are_refused(given: object) -> None:
     with pytest.raises(TypeError, match=r"sharded_over= of parameter group 4 to name mesh dimensions"):
         read_cuts(given, 4)
 

@@ -25,7 +25,7 @@ def run(folder: Path, code: str, *arguments: str) -> Ended:
     return run_script(script, arguments, None, folder=ROOT, warnings_are_errors=True)
 
 
-def test_it_says_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_same_findings_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["check"]) == 0
@@ -217,7 +217,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_every_probe_can_say_no(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_of_something_broken_says_that_it_does_not_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (probe,) = (one for one in PROBES if one.name == name)
     assert probe.run().works is True
     monkeypatch.setattr(*BREAKS[name])
@@ -226,7 +226,7 @@ def test_every_probe_can_say_no(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.detail
 
 
-def test_every_probe_is_broken_above() -> None:
+def test_there_is_a_breakage_for_every_probe() -> None:
     assert set(BREAKS) == {probe.name for probe in PROBES}
 
 

@@ -208,7 +208,7 @@ def test_the_command_fails_with_the_message_for_wrong_arguments(
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_two_classes_have_the_state_of_each() -> None:
+def test_state_of_two_optimizer_classes_is_estimated_for_each() -> None:
     def by_class(name: str, param: Any) -> dict[str, Any] | None:
         return {"optimizer_class": torch.optim.Muon, "lr": 0.02} if param.ndim == 2 and name.startswith("1") else None
 

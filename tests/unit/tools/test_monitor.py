@@ -40,7 +40,7 @@ def test_a_summary_writer_gets_finite_scalars_at_their_step(tmp_path: Path) -> N
     assert written == [("ddp_zero/time", 2.0, 40), ("ddp_zero/sent_bytes", 8, 40)]
 
 
-def test_torchs_summary_writer_is_one(tmp_path: Path) -> None:
+def test_numbers_are_written_with_torchs_summary_writer(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         add_scalars(writer, {"step": 3, "sent_bytes": 8}, "ddp_zero/")

@@ -31,7 +31,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(layouts())
-def test_it_agrees_with_walking_every_element(layout: tuple[list[int], list[int]]) -> None:
+def test_a_layout_is_dense_if_its_elements_fill_one_run(layout: tuple[list[int], list[int]]) -> None:
     assert is_dense(*layout) is fills_one_run(*layout)
 
 
@@ -62,7 +62,7 @@ TENSORS: dict[str, tuple[Tensor, bool]] = {
 
 
 @pytest.mark.parametrize(("tensor", "dense"), TENSORS.values(), ids=TENSORS.keys())
-def test_it_knows_the_layouts_that_torch_makes(tensor: Tensor, dense: bool) -> None:
+def test_layouts_that_torch_makes_are_told_dense_or_not(tensor: Tensor, dense: bool) -> None:
     assert is_dense(tensor.shape, tensor.stride()) is dense
 
 

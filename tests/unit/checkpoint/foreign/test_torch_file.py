@@ -190,7 +190,7 @@ def test_tensors_that_do_not_fit_their_storages_are_refused(tmp_path: Path) -> N
         load(tmp_path, "a.pt", sha256(), {})
 
 
-def test_values_that_grow_without_end_are_refused(tmp_path: Path) -> None:
+def test_pickles_of_recursive_or_too_deep_values_are_refused(tmp_path: Path) -> None:
     laughs: list[Any] = []
     for _ in range(60):
         laughs = [laughs, laughs]

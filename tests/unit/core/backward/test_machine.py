@@ -104,7 +104,7 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
 @pytest.mark.parametrize(
     ("phase_after", "play", "actions"), [row[2:] for row in ROWS], ids=[f"{row[0]} {row[1]}" for row in ROWS]
 )
-def test_a_row_of_the_table_holds(phase_after: str, play: Callable[[], tuple[str, Phase]], actions: str) -> None:
+def test_each_event_acts_as_its_row(phase_after: str, play: Callable[[], tuple[str, Phase]], actions: str) -> None:
     assert play() == (actions, Phase[phase_after])
 
 

@@ -39,7 +39,7 @@ def test_no_bucket_has_the_scratch_of_the_one_before(sizes: list[int]) -> None:
     assert sum(found.values()) <= max(sizes[::2]) + max(sizes[1::2], default=0), "never more than two that take turns"
 
 
-def test_buffers_are_made_as_the_turns_say() -> None:
+def test_buckets_that_take_turns_share_a_buffer_of_the_largest() -> None:
     found = memory_of(SideStream(), [(CPU, 90, 0), (CPU, 16, 33), (CPU, 50, 20)])
     assert found[0].scratch is found[2].scratch is not found[1].scratch
     assert [one.scratch.memory.nbytes for one in found] == [96, 16, 96], "any dtype can be laid over them"

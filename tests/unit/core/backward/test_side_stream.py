@@ -66,7 +66,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return Stream.log
 
 
-def test_work_on_the_side_stream_comes_after_the_work_before_it_and_is_joined(log: list[Any]) -> None:
+def test_the_side_stream_waits_for_work_before_it_and_later_work_for_its_join(log: list[Any]) -> None:
     side = SideStream()
     with side.running(DEVICE):
         assert Stream.current.name == "side"

@@ -97,7 +97,7 @@ def test_a_gradient_stays_mixed_when_a_later_average_is_shown_until_it_is_droppe
 # Refused
 
 
-def test_an_edit_belongs_to_the_gradients_that_were_shown() -> None:
+def test_gradients_changed_after_zero_grad_contradict_no_earlier_edit() -> None:
     """A user who keeps a gradient over ``zero_grad()`` and changes it does not contradict an earlier edit."""
     rank, total = Rank(torch.bfloat16), torch.tensor([1.0 + 2.0**-12, 2.0 + 2.0**-11, 3.0])
     shown = total.bfloat16()
@@ -121,7 +121,7 @@ def left() -> tuple[Rank, Tensor]:
     return rank, grad
 
 
-def test_a_left_average_comes_back_as_it_was() -> None:
+def test_an_average_that_was_left_is_restored_as_the_same_tensor() -> None:
     rank, grad = left()
     for _ in range(2):
         rank.begin()

@@ -148,13 +148,13 @@ def test_a_listener_ends_with_the_last_object_and_is_then_refused(pair: tuple[Li
     assert time.monotonic() - begun < requests.ANSWER_SECONDS
 
 
-def test_a_rank_that_does_not_answer_is_gone(pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_answer_is_an_error(pair: tuple[Listener, Listener], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "ANSWER_SECONDS", 0.3)
     with pytest.raises(ConnectionRefusedError, match=r"no answer in 0\.3 s"):
         pair[0].ask("nobody/1", {})
 
 
-def test_a_wait_that_has_been_the_longest_goes_on(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_answers_after_its_longest_wait(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "LONGEST_WAIT", timedelta(seconds=0.2))
     listener, echo = Listener(store), Echo()
     address = listener.register(echo)
@@ -199,7 +199,7 @@ def test_a_fork_neither_answers_nor_ends_the_listener(pair: tuple[Listener, List
     assert asks.ask(address, {"n": 1})[0] == {"n": 1}
 
 
-def test_a_store_that_goes_ends_the_listener() -> None:
+def test_a_listener_ends_when_its_store_does() -> None:
     store = TCPStore("127.0.0.1", 0, 1, True)
     listener, echo = Listener(TCPStore("127.0.0.1", store.port, 1, False)), Echo()
     listener.register(echo)

@@ -7,7 +7,7 @@ from ddp_zero.core.local.given_options import OptionsSummary
 
 
 @pytest.mark.parametrize("text", ["", "KeyError: 'a'", "ValueError: größer", "two\nlines"])
-def test_a_text_comes_back(text: str) -> None:
+def test_an_error_text_is_decoded_as_it_was_encoded(text: str) -> None:
     block = encode(OptionsSummary(2**48, '[[0,"lr","0.5"]]'), text)
     assert block.numel() == BLOCK_BYTES
     assert decode(block) == (OptionsSummary(2**48, "" if text else '[[0,"lr","0.5"]]'), text)

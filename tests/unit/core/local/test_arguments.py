@@ -146,7 +146,7 @@ def test_check_class_and_check_params_refuse_other_arguments() -> None:
     check_params(iter([weight]))
 
 
-def test_a_flag_is_a_bool() -> None:
+def test_a_flag_that_is_no_bool_is_refused() -> None:
     check_flags(one=True, other=False)
     for wrong_flag in (1, "yes", None, torch.tensor(True)):
         with pytest.raises(TypeError, match="Expected one to be True or False, got"):

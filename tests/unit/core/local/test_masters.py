@@ -189,7 +189,7 @@ def test_a_parameter_in_new_memory_has_changed() -> None:
     assert stepped.masters.find_diverged() == [0]
 
 
-def test_a_master_that_is_not_a_number_rounds_to_one_that_is_not() -> None:
+def test_a_master_of_nan_has_not_diverged_from_a_parameter_of_nan() -> None:
     table = make_table((BF16,))
     with torch.no_grad():
         table.params[0].view(-1)[0] = float("nan")

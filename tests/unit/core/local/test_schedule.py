@@ -59,7 +59,7 @@ def test_abandon_awaits_all_copies_and_steps_no_bucket() -> None:
     assert written(schedule.submit(7)) == "7>A"
 
 
-def test_there_is_a_buffer() -> None:
+def test_a_schedule_without_buffers_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 buffer, got 0"):
         Schedule(0)
 

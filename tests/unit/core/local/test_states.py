@@ -12,7 +12,7 @@ from ddp_zero.core.local.inner import options_on_host, state_like
 from ddp_zero.core.local.placement import move_tensors, tensors_in
 
 
-def test_moving_keeps_kinds() -> None:
+def test_moved_tensors_of_a_state_stay_in_their_tuples_and_lists() -> None:
     state = {"a": (torch.ones(2), "text", 3), "b": [torch.ones(1)], "c": None}
     found = move_tensors(state, lambda tensor: tensor + 1)
     assert found is state

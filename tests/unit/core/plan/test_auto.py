@@ -40,6 +40,6 @@ def test_choose_partition_cuts_where_it_shortens_a_step_and_says_why(
     assert why in found.why
 
 
-def test_the_first_reason_is_given() -> None:
+def test_of_several_reasons_for_whole_parameters_the_first_is_given() -> None:
     everything = replace(NATIVE, is_elementwise=False, world_size=1, are_dense=False, is_small=True)
     assert "not known" in choose_partition(everything).why

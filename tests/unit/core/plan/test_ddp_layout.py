@@ -22,7 +22,7 @@ def test_a_bucket_is_closed_when_it_is_full_from_the_last_parameter_on() -> None
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64])), max_size=30),
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
 )
-def test_as_ddp_does(params: list[tuple[int, torch.dtype]], caps: list[int]) -> None:
+def test_buckets_equal_those_that_ddp_computes(params: list[tuple[int, torch.dtype]], caps: list[int]) -> None:
     tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in params]
     order = list(reversed(range(len(tensors))))
     found = ddp_layout([one.nbytes for one in tensors], [str(one.dtype) for one in tensors], caps)
@@ -37,5 +37,5 @@ def test_as_ddp_does(params: list[tuple[int, torch.dtype]], caps: list[int]) -> 
     assert len(full) == len(expected)
 
 
-def test_the_first_bucket_is_ddps() -> None:
+def test_the_first_bucket_has_the_size_of_ddps_first() -> None:
     assert dist._DEFAULT_FIRST_BUCKET_BYTES == buckets.FIRST_CAP_BYTES

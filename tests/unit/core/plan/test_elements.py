@@ -53,7 +53,7 @@ def share(plan: ShardPlan, rank: int) -> int:
         ([], 3, []),
     ],
 )
-def test_where_parameters_are_cut(numels: list[int], ranks: int, expected: list[Pieces]) -> None:
+def test_parameters_are_cut_at_the_listed_places(numels: list[int], ranks: int, expected: list[Pieces]) -> None:
     assert cut_evenly(numels, ranks) == expected
 
 

@@ -41,13 +41,13 @@ def best_largest_load(sizes: Sequence[int], num_ranks: int) -> int:
 
 
 @given(sizes=sizes_up_to, num_ranks=st.integers(1, 12) | st.sampled_from(RANKS), data=st.data())
-def test_it_is_sort_then_argmin_from_any_loads(sizes: list[int], num_ranks: int, data: st.DataObject) -> None:
+def test_the_greedy_partition_equals_sort_then_argmin(sizes: list[int], num_ranks: int, data: st.DataObject) -> None:
     loads = data.draw(st.none() | st.lists(st.integers(0, 1 << 40), min_size=num_ranks, max_size=num_ranks))
     assert partition_greedy(sizes, num_ranks, loads) == sort_and_argmin(sizes, loads or [0] * num_ranks)
 
 
 @given(sizes=sizes_up_to, loads=st.lists(st.integers(0, 100), min_size=1, max_size=8))
-def test_it_leaves_its_arguments_alone_and_answers_the_same_again(sizes: list[int], loads: list[int]) -> None:
+def test_the_greedy_partition_changes_no_argument_and_repeats_its_answer(sizes: list[int], loads: list[int]) -> None:
     sizes_before, loads_before = tuple(sizes), tuple(loads)
     first = partition_greedy(sizes, len(loads), loads)
     assert (tuple(sizes), tuple(loads)) == (sizes_before, loads_before)

@@ -194,7 +194,7 @@ spec = st.builds(
 
 
 @given(st.lists(spec, min_size=1, max_size=14), st.integers(1, 9), st.booleans(), st.booleans(), st.data())
-def test_any_parameters_make_a_plan(
+def test_plans_of_any_parameters_are_valid_and_cut_only_where_allowed(
     specs: list[ParameterSpec], ranks: int, cuts: bool, native: bool, data: st.DataObject
 ) -> None:
     part = WeightedParameters(1.25, cuts=cuts, is_native=native)

@@ -13,7 +13,7 @@ from tests.unit.threads import meanwhile, pair
 CPU = torch.device("cpu")
 
 
-def test_a_frame_survives_its_bytes() -> None:
+def test_a_frame_is_decoded_as_it_was_encoded() -> None:
     frame = {"piece": 3, "birth": [1, 2], "text": "é"}
     encoded = encode_frame(frame)
     assert decode_frame(encoded[8:]) == frame

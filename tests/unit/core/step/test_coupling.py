@@ -21,7 +21,7 @@ from tests.unit.threads import Peer, on_threads
 # When and what
 
 
-def test_steps_that_are_looked_at() -> None:
+def test_checked_are_early_steps_powers_of_two_and_thousands() -> None:
     assert [step for step in range(1, 70) if is_checked_step(step)] == [*range(1, 9), 16, 32, 64]
     assert [step for step in range(1025, 4001) if is_checked_step(step)] == [2000, 2048, 3000, 4000]
 
@@ -132,7 +132,7 @@ def test_optimizers_that_treat_parameters_one_by_one_can_be_sharded(case: Optimi
         (ToyPreNorm, r"parameter 0 of shape \[16, 8\] differs"),
     ],
 )
-def test_optimizers_that_couple_parameters_cannot(optimizer_class: type[Optimizer], found: str) -> None:
+def test_optimizers_that_couple_parameters_are_refused(optimizer_class: type[Optimizer], found: str) -> None:
     with pytest.raises(NotImplementedError, match=found) as caught:
         check_shardable(optimizer_class)
     assert f"Use {optimizer_class.__name__} unsharded" in str(caught.value)

@@ -49,7 +49,7 @@ def test_one_value_that_is_not_finite_flags_its_bucket(value: float, dtype: torc
     assert [looking.flags(param) for param in params] == [[1]] * 3
 
 
-def test_finite_values_do_not_even_where_their_sum_is_beyond_their_dtype() -> None:
+def test_finite_values_whose_sum_overflows_flag_no_bucket() -> None:
     looking, params = watch(), three_params()
     looking.screen(params, torch.full((100,), 60_000.0, dtype=torch.float16))
     looking.screen(params, torch.full((10,), 1e300, dtype=torch.float64))
