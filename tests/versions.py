@@ -37,17 +37,17 @@ CORE = (
         for name in (
             *("accumulated_passes_equal_the_sum_of_averages", "three_dtypes_in_one_model_equal_ddp"),
             "local_passes_between_backward_and_step_leave_averages_as_ddp_does",
-            *("clip_grad_norm_equals_ddp_for_all_norms", "parameters_of_a_second_optimizer_get_whole_averages"),
-            "the_second_step_is_taken_inside_backward",
+            *("clip_grad_norm_equals_ddp_for_all_norms", "the_second_step_is_taken_inside_backward"),
         )
     ],
+    _HERE + "several_optimizers.py::test_several_optimizers[every_mode_equals_two_plain_optimizers-2]",
     _HERE + "unused.py::test_unused[a_step_inside_backward_leaves_out_what_no_rank_has_used-2]",
     _HERE + "join.py::test_join_with_ddp_equals_the_plain_optimizer[0-4]",
     *[
         _HERE + f"checkpoint.py::test_checkpoint[{name}-2]"
         for name in (
             "masters_and_loss_scale_come_back",
-            "torchs_tools_read_it",
+            "checkpoints_are_read_by_torchs_tools",
             "a_checkpoint_of_torch_distributed_checkpoint_resumes_bit_for_bit",
         )
     ],

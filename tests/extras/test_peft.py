@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.checkpoint.rows import SavedCheckpoint
-from tests.multiproc.cases import assert_equal_models
+from tests.multiproc.cases import assert_equal_models, step_on
 from tests.multiproc.harness import Setup, run_ranks
 
 STEPS = 5
@@ -35,9 +35,7 @@ def train(setup: Setup, model: DistributedDataParallel, opt: Any, steps: range) 
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + setup.rank)
         tokens = torch.randint(0, 64, (3, 12), generator=generator)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, model(input_ids=tokens, labels=tokens).loss)
 
 
 def _trains(setup: Setup) -> None:

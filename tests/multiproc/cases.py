@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -315,6 +315,12 @@ class Twins:
         for (name, one), other in zip(self.plain_model.named_parameters(), self.model.parameters(), strict=True):
             assert_identical(_held(one), _held(other), f"{name} {when}")
 
+    def assert_same_state(self, what: str, to: int = 0) -> None:
+        """The state dict that a rank gathers is the plain optimizer's, bit for bit and in its order."""
+        self.opt.consolidate_state_dict(to=to)
+        if dist.get_rank() == to:
+            assert_identical(self.plain.state_dict(), self.opt.state_dict(), what)
+
     def assert_moved(self, before: list[Tensor] | None = None) -> None:
         """Guard against a test that passes because nothing was stepped.
 
@@ -554,19 +560,37 @@ def at_stage(stage: int) -> Iterator[None]:
         _stage = before
 
 
+def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """The tensors of all ranks, in rank order."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def assert_same_on_all_ranks(tensors: Iterable[Tensor], group: Any = None, when: object = "") -> None:
+    mine = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+    assert all(torch.equal(mine, other) for other in gathered(mine, group)), f"ranks differ {when}"
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in their order; those of 16 bits are added up in fp32."""
+    total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+def ready(value: Tensor) -> torch.futures.Future[Tensor]:
+    """What a communication hook returns that has waited."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def sum_in_rank_order(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's averaging with a sum in rank order, written with an all-gather: the reference for stage 2."""
     group = state if state is not None else dist.distributed_c10d._get_default_group()
-    ranks = dist.get_world_size(group)
-    mine = bucket.buffer().mul_(1.0 / ranks)
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(parts, mine, group=group)
-    total = parts[0].float() if mine.dtype in (torch.float16, torch.bfloat16) else parts[0]
-    for part in parts[1:]:
-        total = total + part
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(total.to(mine.dtype))
-    return future
+    return ready(added(gathered(bucket.buffer().mul_(1.0 / dist.get_world_size(group)), group)))
 
 
 class SumByGroup:
@@ -581,22 +605,12 @@ class SumByGroup:
         self.size, self.predivide = size, predivide
 
     def average(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        ranks = dist.get_world_size()
+        group = state if isinstance(state, dist.ProcessGroup) else None
+        ranks = dist.get_world_size(group)
         divisor = self.predivide or ranks
-        mine = bucket.buffer().mul_(1.0 / divisor)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine)
-        sums = [self._sum(parts[start : start + self.size]) for start in range(0, ranks, self.size)]
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(self._sum(sums) * (divisor / ranks))
-        return future
-
-    @staticmethod
-    def _sum(parts: list[Tensor]) -> Tensor:
-        total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total.to(parts[0].dtype)
+        parts = gathered(bucket.buffer().mul_(1.0 / divisor), group)
+        sums = [added(parts[start : start + self.size]) for start in range(0, ranks, self.size)]
+        return ready(added(sums) * (divisor / ranks))
 
 
 def unnamed(hook: CommHook) -> CommHook:

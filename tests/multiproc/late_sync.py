@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from tests import internals
-from tests.multiproc.cases import Twins, assert_identical, loss_of, sharded_twins, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_identical, loss_of, sharded_twins, step_on, sum_in_rank_order
 
 CAP_MB = 0.0015  # several buckets
 
@@ -70,6 +70,4 @@ def assert_same_values(expected: nn.Module, actual: nn.Module, when: str) -> Non
 
 
 def train_step(model: nn.Module, opt: Optimizer, inputs: Tensor, targets: Tensor) -> None:
-    loss_of(model, inputs, targets).backward()
-    opt.step()
-    opt.zero_grad()
+    step_on(opt, loss_of(model, inputs, targets))

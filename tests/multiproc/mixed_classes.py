@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from tests.multiproc.cases import assert_equal_models, sum_in_rank_order
+from tests.multiproc.cases import assert_equal_models, step_on, sum_in_rank_order
 from tests.multiproc.harness import Setup
 
 CAP = 0.01  # MiB: several buckets, some with matrices and cut parameters
@@ -81,9 +81,7 @@ def train(setup: Setup, models: list[nn.Module], optimizers: list[Any], steps: i
         tokens = torch.randint(0, 150, (2, 12), generator=generator)
         for model, opt in zip(models, optimizers, strict=True):
             scores = model(tokens[:, :-1])
-            nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()))
         for model in models[1:]:
             assert_equal_models(models[0], model, f"after step {step}")
 

@@ -24,6 +24,7 @@ from tests.multiproc.cases import (
     build_overlapped_twins,
     loss_of,
     optimizer_case,
+    step_on,
 )
 from tests.multiproc.harness import Setup
 from tests.pairwise import pairwise
@@ -60,9 +61,7 @@ def no_sync_accumulates(setup: Setup) -> None:
             for param, old in zip(twins.model.parameters(), before, strict=True):
                 assert torch.equal(param, old)
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                loss_of(model, *data[first + 2]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_on(optimizer, loss_of(model, *data[first + 2]))
             assert_equal_models(twins.plain_model, twins.model, f"after {first}")
         twins.assert_moved()
         assert_overlapped(twins.opt)
@@ -175,9 +174,7 @@ def state_at_any_time(setup: Setup) -> None:
         twins = build_overlapped_twins(optimizer_case(name), 2, interleaved=True)
         for step in range(4):  # before the first step, and after DDP has rebuilt its buckets
             for rank in (0, setup.world_size - 1):
-                twins.opt.consolidate_state_dict(to=rank)
-                if setup.rank == rank:
-                    assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), f"{name}, step {step}")
+                twins.assert_same_state(f"{name}, step {step}", to=rank)
             saved = copy.deepcopy(twins.plain.state_dict())
             if step % 2:
                 twins.opt.load_state_dict(saved)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.cases import assert_identical
+from tests.multiproc.cases import assert_identical, assert_same_on_all_ranks
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, Whole, is_cut, token_batch
 from tests.multiproc.parity import Parity
 
@@ -144,9 +144,7 @@ def train_stages(
         for name, param in part.named_parameters():
             if tensor is None or not is_cut(name):
                 parity.note_one_device(param, same.get_parameter(name))
-        both = [torch.empty_like(part.embedding) for _ in range(dist.get_world_size(tied))]
-        dist.all_gather(both, part.embedding.detach(), group=tied)
-        assert all(torch.equal(part.embedding, other) for other in both), "the tied embeddings differ"
+        assert_same_on_all_ranks([part.embedding], tied, "in the tied embedding")
     return parity
 
 

@@ -30,11 +30,6 @@ class Flights:
         assert all(self.seen[-1]), self.seen
 
 
-def assert_away(member: Any) -> None:
-    params = {id(param) for group in member.param_groups for param in group["params"]}
-    assert all(id(param) not in params for group in member.optim.param_groups for param in group["params"])
-
-
 def check_state(twins: MeshTwins) -> None:
     """State dicts are those of the state beside the parameters, and load again."""
     state = twins.opt.state_dict()

@@ -2,22 +2,10 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 
-
-def sum_by_pairs(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The reference for stage 2: sums of two ranks that share a copy of the state, and then of their sums."""
-    ranks = dist.get_world_size(group)
-    mine = bucket.buffer().mul_(1.0 / ranks)
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(parts, mine, group=group)
-    pairs = [parts[start] + parts[start + 1] for start in range(0, ranks, 2)]
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(sum(pairs[1:], pairs[0]))
-    return future
+from tests.multiproc.cases import SumByGroup
 
 
 def groups_of(sizes: int) -> ProcessGroup:
@@ -28,4 +16,5 @@ def groups_of(sizes: int) -> ProcessGroup:
 
 
 def hook_of(mode: dict[str, Any]) -> Any:
-    return sum_by_pairs if mode.get("stage") == 2 else None
+    """The reference for stage 2: sums of two ranks that share a copy of the state, and then of their sums."""
+    return SumByGroup(2).average if mode.get("stage") == 2 else None

@@ -16,6 +16,7 @@ from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.comm import communicator, ring
 from ddp_zero.core.comm.ring import RingTransfer
 from tests import internals
+from tests.multiproc.cases import added, gathered, ready
 
 
 @contextmanager
@@ -52,18 +53,12 @@ class SumInRingOrder:
     def average(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         ranks = dist.get_world_size()
         mine = bucket.buffer().mul_(1.0 / ranks)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine)
+        parts = gathered(mine)
         total = torch.empty_like(mine)
         for owner, (start, stop) in self._owned(bucket):
             order = [parts[(owner + 1 + place) % ranks][start:stop] for place in range(ranks)]
-            summed = order[0].clone()
-            for part in order[1:]:
-                summed.add_(part)
-            total[start:stop] = summed
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(total)
-        return future
+            total[start:stop] = added(order)
+        return ready(total)
 
     def _owned(self, bucket: GradBucket) -> Iterator[tuple[int, tuple[int, int]]]:
         """Who sums which part of a bucket: the owner as it is now, whose own part comes last."""

@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,12 @@ from ddp_zero.core.step import rank_shard as binding
 from tests import internals
 from tests.multiproc.cases import (
     Groups,
-    OptimizerCase,
     assert_equal_models,
     assert_identical,
     batches,
     build_model,
     build_twins,
+    gathered,
     optimizer_case,
     split_groups,
 )
@@ -52,9 +51,7 @@ def _the_inner_optimizer_has_the_groups_and_options_of_the_outer_one(setup: Setu
     local = [param for group in opt.optim.param_groups for param in group["params"]]
     assert [id(p) for p in exposed] == [id(p) for p in params]
     assert {id(p) for p in local} <= {id(p) for p in params}
-    counts = [torch.empty(1, dtype=torch.int64) for _ in range(setup.world_size)]
-    dist.all_gather(counts, torch.tensor([len(local)]))
-    assert sum(int(count) for count in counts) == len(params)
+    assert sum(map(int, gathered(torch.tensor([len(local)])))) == len(params)
     for param in params:
         param.grad = torch.ones_like(param)
     opt.param_groups[1]["lr"] = 0.25
@@ -353,46 +350,3 @@ def _equal_through_broadcast(setup: Setup) -> None:
 
 def test_a_backend_that_only_broadcasts_gives_the_same_numbers() -> None:
     run_ranks(_equal_through_broadcast, 3)
-
-
-def _order_of_messages(setup: Setup, slow_rank: int) -> list[tuple[str, int, int]]:
-    """What was sent to and received from whom, in the order issued, with one rank late at every local step."""
-    binding.BUCKET_CAP_BYTES = 800
-    log: list[tuple[str, int, int]] = []
-    group: Any = dist.ProcessGroup
-    send, receive = group.send, group.recv
-
-    def logged_send(one: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        log.append(("send", peer, tensors[0].numel()))
-        return send(one, tensors, peer, tag)
-
-    def logged_receive(one: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        log.append(("receive", peer, tensors[0].numel()))
-        return receive(one, tensors, peer, tag)
-
-    group.send, group.recv = logged_send, logged_receive
-    case = OptimizerCase("slow", SlowSGD if setup.rank == slow_rank else torch.optim.SGD, {"lr": 0.1})
-    twins = build_twins(OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1}))
-    log[:] = [(verb, peer, 0) for verb, peer, _ in log]  # texts with secrets, whose compressed lengths are random
-    twins.opt.optim.__class__ = case.build  # type: ignore[assignment]
-    twins.train(setup, 2)
-    return log
-
-
-class SlowSGD(torch.optim.SGD):
-    """Takes its time."""
-
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(0.05)
-        return super().step(closure)
-
-
-def test_the_order_of_messages_does_not_depend_on_timing() -> None:
-    logs = [run_ranks(_order_of_messages, 3, slow_rank) for slow_rank in (0, 1, 2)]
-    assert logs[0] == logs[1] == logs[2]
-    for rank, log in enumerate(logs[0]):
-        assert log
-        for peer in range(3):
-            sent = [size for verb, other, size in log if verb == "send" and other == peer]
-            received = [size for verb, other, size in logs[0][peer] if verb == "receive" and other == rank]
-            assert sent == received

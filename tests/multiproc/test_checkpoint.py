@@ -50,6 +50,7 @@ from tests.multiproc.cases import (
     build_model,
     loss_of,
     split_groups,
+    step_on,
 )
 from tests.multiproc.checkpointed import OPTIONS, everything, sharded, train, wrap
 from tests.multiproc.harness import Cases, Setup
@@ -417,7 +418,7 @@ def _gradients_are_not_part_of_a_checkpoint(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _between_backward_and_step_it_is_refused(setup: Setup) -> None:
+def _a_save_between_a_first_backward_and_its_step_is_refused(setup: Setup) -> None:
     ((inputs, targets),) = batches(setup.rank, 1)
     waiting, opt = sharded(2, max_grad_norm=1.0)
     loss_of(waiting, inputs, targets).backward()
@@ -441,7 +442,7 @@ def _between_backward_and_step_it_is_refused(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup) -> None:
+def _misfits_are_listed_and_the_rest_is_loaded_where_strict_is_false(setup: Setup) -> None:
     model, opt = trained(setup)
     checkpoint.save(setup.folder, model, opt)
 
@@ -507,7 +508,7 @@ def _state_of_another_optimizer_class_is_refused_or_left_out_if_not_strict(setup
 
 
 @case(1, 2)
-def _dtypes_are_converted_when_lenient(setup: Setup) -> None:
+def _dtypes_are_converted_where_strict_is_false(setup: Setup) -> None:
     fp32, opt = trained(setup)
     checkpoint.save(setup.folder / "fp32", fp32, opt)
     low, masters = sharded(2, Wrapped(build_model(1).bfloat16(), torch.bfloat16), master_weights=True)
@@ -536,7 +537,7 @@ def _dtypes_are_converted_when_lenient(setup: Setup) -> None:
 
 
 @case(2)
-def _freezing_may_change_in_between(setup: Setup) -> None:
+def _checkpoints_load_where_other_parameters_are_frozen(setup: Setup) -> None:
     def build(frozen: int, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         module = build_model(seed)
         for param in list(module.parameters())[:frozen]:
@@ -560,7 +561,7 @@ def _freezing_may_change_in_between(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _ties_may_come_and_go(setup: Setup) -> None:
+def _checkpoints_of_tied_weights_load_where_the_other_name_comes_first(setup: Setup) -> None:
     """Tied by either name, untied: states go where they belong, and what cannot be is a misfit."""
 
     def build(tie: str | None, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -596,7 +597,7 @@ def _ties_may_come_and_go(setup: Setup) -> None:
 
 
 @case(2)
-def _unfreezing_makes_masters(setup: Setup) -> None:
+def _unfrozen_parameters_have_masters_after_a_load(setup: Setup) -> None:
     def build(frozen: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         module = Wrapped(build_model().bfloat16(), torch.bfloat16)
         for param in list(module.parameters())[:frozen]:
@@ -625,7 +626,7 @@ def _unfreezing_makes_masters(setup: Setup) -> None:
 
 
 @case(1, 2, 3)
-def _goes_to_and_comes_from_torchs_own(setup: Setup) -> None:
+def _checkpoints_load_into_torchs_own_zero_optimizer_and_back(setup: Setup) -> None:
     def theirs(seed: int) -> tuple[DistributedDataParallel, TorchZero]:
         ddp = wrap(build_model(seed))
         return ddp, TorchZero(split_groups(ddp, 2), AdamW, lr=0.1)
@@ -648,7 +649,7 @@ def _goes_to_and_comes_from_torchs_own(setup: Setup) -> None:
 
 
 @case(1, 2)
-def _torchs_tools_read_it(setup: Setup) -> None:
+def _checkpoints_are_read_by_torchs_tools(setup: Setup) -> None:
     model, opt = trained(setup)
     folder = checkpoint.save(setup.folder, model, opt, extra={"epoch": 3}).wait()
     plain_model = wrap(build_model(1))
@@ -714,9 +715,7 @@ def _state_of_fsdp2_resumes_bit_for_bit(setup: Setup) -> None:
     fully_shard(theirs, reshard_after_forward=False)
     plain = AdamW(theirs.parameters(), **OPTIONS)
     for inputs, targets in batches(setup.rank, 3, 0):
-        loss_of(theirs, inputs, targets).backward()
-        plain.step()
-        plain.zero_grad()
+        step_on(plain, loss_of(theirs, inputs, targets))
     whole = StateDictOptions(full_state_dict=True)
     weights, state = get_state_dict(theirs, plain, options=whole)
     models = []
@@ -811,7 +810,7 @@ def _each_rank_writes_its_share(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _memory_is_the_shard_and_one_tensor(setup: Setup) -> None:
+def _a_save_or_load_needs_memory_of_the_shard_and_one_tensor(setup: Setup) -> None:
     for masters in (False, True):
         check_memory(setup.folder / str(masters), masters)
 
@@ -870,7 +869,7 @@ def _a_subgroup_saves_by_itself(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _one_ranks_failure_is_everybodys(setup: Setup) -> None:
+def _a_save_or_load_that_fails_on_one_rank_raises_on_all(setup: Setup) -> None:
     model, opt = trained(setup)
     checkpoint.save(setup.folder, model, opt, step=1)
     train(setup, model, opt)
@@ -951,7 +950,7 @@ def _training_during_a_background_save_changes_nothing_in_it(setup: Setup) -> No
 
 
 @case(1, 2)
-def _old_checkpoints_go(setup: Setup) -> None:
+def _saves_keep_as_many_checkpoints_as_keep_says(setup: Setup) -> None:
     def visible() -> list[str]:
         names = sorted(path.name for path in setup.folder.glob("step-*"))
         dist.barrier()

@@ -33,6 +33,7 @@ from tests.multiproc.cases import (
     loss_of,
     optimizer_case,
     record_of,
+    sharded_twins,
     step_on,
 )
 from tests.multiproc.harness import Cases, Setup
@@ -647,7 +648,6 @@ def _the_record_after_clipping_by_a_call_names_the_nonfinite_parameter_and_rank(
 
 @case(2)
 def _a_learning_rate_set_between_backward_and_a_waiting_step_is_stepped_with(setup: Setup) -> None:
-    """A learning rate that is set between backward and a step that waits."""
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, stage=stage)
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -815,7 +815,6 @@ def _max_grad_norm_of_the_inner_optimizer_is_left_to_it(setup: Setup) -> None:
 
 @case(2)
 def _opt_step_after_passes_in_accumulate_alone_equals_ddp(setup: Setup) -> None:
-    """All backward passes under accumulate(), then opt.step(): the step is taken there."""
     for stage in (1, 2):
         twins = build_overlapped_twins(ADAMW, stage=stage)
         twins.train(setup, 3)
@@ -1021,24 +1020,17 @@ class OneOfTwoHeads(nn.Module):
 
 @case(2)
 def _clipping_with_unused_parameters_equals_ddp(setup: Setup) -> None:
+    def loss(model: nn.Module, inputs: Tensor, choice: int, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs, choice), targets)
+
     for stage in (1, 2):
         torch.manual_seed(0)
-        model = OneOfTwoHeads()
-        options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
-        plain_model = DistributedDataParallel(copy.deepcopy(model), **options)  # type: ignore[arg-type]
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=stage == 2, **options)  # type: ignore[arg-type]
-        plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
-        opt = shard_optimizer(ddp, torch.optim.AdamW, stage=stage, lr=1e-2, max_grad_norm=0.1)
+        ddp = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
+        twins = sharded_twins(OneOfTwoHeads(), loss=loss, ddp=ddp, stage=stage, max_grad_norm=0.1)
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-            choice = 0 if step in (0, 3) else (step + setup.rank) % 2
-            for one, optimizer in ((plain_model, plain), (ddp, opt)):
-                nn.functional.mse_loss(one(inputs, choice), targets).backward()
-                if optimizer is plain:
-                    norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert record_of(opt).grad_norm == norm.item()
-            assert_equal_models(plain_model, ddp, f"stage {stage}, step {step}")
+            twins.iterate(inputs, 0 if step in (0, 3) else (step + setup.rank) % 2, targets)
+            twins.assert_equal(f"stage {stage}, step {step}")
+            assert (record_of(twins.opt).clip_coefficient or 1.0) < 1
 
 
 test_decision = case.each()

@@ -36,6 +36,7 @@ from tests.multiproc.cases import (
     build_twins,
     loss_of,
     sharded_twins,
+    step_on,
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup
@@ -368,9 +369,7 @@ def _a_state_dict_before_the_first_step_has_masters_and_loads(setup: Setup) -> N
         loaded.load_state_dict(found)
         for model, optimizer in ((ddp, opt), (other, loaded)):
             for inputs, targets in batches(setup.rank, 3):
-                optimizer.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_on(optimizer, optimizer.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())))
         assert_equal_models(ddp, other, "loaded from before the first step")
 
 
@@ -869,9 +868,7 @@ def _state_dicts_of_flat_storage_share_no_memory_and_are_of_the_plain_size(setup
         ddp = DistributedDataParallel(copy.deepcopy(fresh), gradient_as_bucket_view=True)
         opt = shard_optimizer(ddp, AdamW, lr=0.1, **options)
         for iteration in range(4):
-            ddp(torch.randn(4, 64)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, ddp(torch.randn(4, 64)).square().mean())
             if iteration not in (0, 3):  # in DDP's first buckets, and in the final ones
                 continue
             if "sync" in options:
@@ -917,9 +914,7 @@ def _parameters_moved_out_of_flat_storage_equal_ddp(setup: Setup) -> None:
             for iteration in range(6):
                 inputs = torch.randn(4, 64, generator=generator)
                 for ddp, one in ((expected, plain_opt), (ours, opt)):
-                    ddp(inputs).square().mean().backward()
-                    one.step()
-                    one.zero_grad()
+                    step_on(one, ddp(inputs).square().mean())
                     if iteration in (0, 3):
                         leave(ddp.module)
                 assert_same_values(expected, ours, f"{leave.__name__} {options} {iteration}")

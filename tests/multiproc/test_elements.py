@@ -23,7 +23,6 @@ from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,
     ToyLAMB,
-    Twins,
     assert_equal_models,
     assert_identical,
     assert_overlapped,
@@ -32,6 +31,7 @@ from tests.multiproc.cases import (
     build_overlapped_twins,
     build_twins,
     optimizer_case,
+    step_on,
     sum_in_rank_order,
 )
 from tests.multiproc.cut_models import CAP, CUT, grow_and_train, large_model
@@ -62,14 +62,6 @@ def assert_state_is_shared(opt: ZeroRedundancyOptimizer, ranks: int) -> None:
     assert any(some)
 
 
-def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
-    """The plain optimizer's state dict, bit for bit and in its order, on a rank of the group."""
-    to = setup.world_size - 1
-    twins.opt.consolidate_state_dict(to=to)
-    if setup.rank == to:
-        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), what)
-
-
 # The same numbers
 
 
@@ -82,7 +74,7 @@ def _every_elementwise_optimizer_standalone_equals_ddp(setup: Setup, configurati
         twins.assert_moved()
         if one.name not in ("SGD", "SGD maximize foreach"):
             assert_state_is_shared(twins.opt, setup.world_size)
-        assert_same_state(twins, setup, one.name)
+        twins.assert_same_state(one.name, to=setup.world_size - 1)
 
 
 @case(
@@ -107,7 +99,7 @@ def _every_elementwise_optimizer_inside_backward_equals_ddp(setup: Setup, config
         twins.train(setup, 4)
         twins.assert_moved()
         assert_overlapped(twins.opt)
-        assert_same_state(twins, setup, one.name)
+        twins.assert_same_state(one.name, to=setup.world_size - 1)
 
 
 @case(2, 4)
@@ -125,7 +117,7 @@ def _late_syncs_and_waiting_steps_equal_ddp(setup: Setup) -> None:
             twins.train(setup, 4)
             twins.assert_moved()
             assert_state_is_shared(twins.opt, setup.world_size)
-            assert_same_state(twins, setup, f"stage {stage}, sync {sync}, overlap {overlap}")
+            twins.assert_same_state(f"stage {stage}, sync {sync}, overlap {overlap}", to=setup.world_size - 1)
 
 
 @case(2)
@@ -261,11 +253,11 @@ def _added_groups_freezing_and_new_wrappers_equal_ddp(setup: Setup) -> None:
         twins.wrap_again(bucket_cap_mb=4 * CAP)
         twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
         twins.train(setup, 3, seed=1)
-        assert_same_state(twins, setup, "after other buckets")
+        twins.assert_same_state("after other buckets", to=setup.world_size - 1)
         for ddp in (twins.plain_model, twins.model):
             ddp.module[3].weight.requires_grad_(True)
         grow_and_train(twins, setup, 2 * CAP, f"stage {stage}")
-        assert_same_state(twins, setup, "after a group was added")
+        twins.assert_same_state("after a group was added", to=setup.world_size - 1)
 
 
 @case(2, 3)
@@ -318,7 +310,7 @@ def _state_dicts_are_loaded_by_either_partition_and_by_the_plain_optimizer(setup
             again.plain.load_state_dict(copy.deepcopy(saved))
             again.opt.load_state_dict(copy.deepcopy(saved))
             again.train(setup, 2, seed=5)
-            assert_same_state(again, setup, f"{one.name}, loaded with {options}")
+            again.assert_same_state(f"{one.name}, loaded with {options}", to=setup.world_size - 1)
             again.assert_moved()
 
 
@@ -346,7 +338,7 @@ def _parts_are_given_on_demand_and_loaded_from_one_rank(setup: Setup) -> None:
         again.opt.load_state_dict(saved if setup.rank == 0 else None)
         again.train(setup, 2, seed=5)
         again.assert_moved()
-        assert_same_state(again, setup, f"{one.name}, loaded from one rank")
+        again.assert_same_state(f"{one.name}, loaded from one rank", to=setup.world_size - 1)
 
 
 def _trained(setup: Setup, folder: Path, seed: int, **options: Any) -> tuple[DistributedDataParallel, Any]:
@@ -354,9 +346,7 @@ def _trained(setup: Setup, folder: Path, seed: int, **options: Any) -> tuple[Dis
     ddp = DistributedDataParallel(large_model(), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
     opt = shard_optimizer(ddp, AdamW, lr=1e-2, **options)
     for inputs, targets in batches(setup.rank, 3, seed):
-        nn.functional.mse_loss(ddp(inputs), targets).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, nn.functional.mse_loss(ddp(inputs), targets))
     checkpoint.save(folder, ddp, opt).wait()
     opt.consolidate_state_dict(to=0)
     return ddp, opt.state_dict() if setup.rank == 0 else None
@@ -417,9 +407,7 @@ def _nine_tenths_in_one_parameter(setup: Setup) -> tuple[int, int, int]:
     for step in range(3):
         sent = int(opt.stats()["total_sent_bytes"])
         inputs = torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + setup.rank))
-        ddp(inputs).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(inputs).square().mean())
     assert not torch.equal(before, large)
     return (
         state_bytes(opt.optim.state),

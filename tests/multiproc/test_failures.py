@@ -27,7 +27,7 @@ from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.step import rank_shard as binding
 from ddp_zero.values.placeholders import Awaited
 from tests import internals
-from tests.multiproc.cases import assert_equal_models, loss_of
+from tests.multiproc.cases import assert_equal_models, assert_same_on_all_ranks, loss_of
 from tests.multiproc.harness import Setup, run_ranks
 
 # Local steps that raise
@@ -86,21 +86,13 @@ def _standalone(setup: Setup, failing: set[int]) -> None:
                 Failing.fails_at = 0
             opt.step()
             _expect_error(setup, failing, opt.step)
-            assert_replicas_agree(params)
+            assert_same_on_all_ranks(params)
             before = [param.detach().clone() for param in params]
             opt.reset()
             opt.step()
-            assert_replicas_agree(params)
+            assert_same_on_all_ranks(params)
             for param, value in zip(params, before, strict=True):
                 torch.testing.assert_close(param.detach(), value - 0.1, rtol=0, atol=0)
-
-
-def assert_replicas_agree(params: Any) -> None:
-    """All ranks hold the same parameters."""
-    flat = torch.cat([param.detach().reshape(-1).float() for param in params])
-    parts = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(parts, flat)
-    assert all(torch.equal(part, flat) for part in parts)
 
 
 def _one_rank_fails(setup: Setup) -> None:
@@ -124,7 +116,7 @@ def _rank_0_owns_the_only_parameter(setup: Setup) -> None:
         opt.step()
         _expect_error(setup, failing, opt.step)
         opt.step()
-        assert_replicas_agree([param])
+        assert_same_on_all_ranks([param])
 
 
 def _adafactor_fails_on_an_empty_parameter(setup: Setup) -> None:
@@ -182,7 +174,7 @@ def _under_ddp(setup: Setup, mode: str) -> None:
             Failing.fails_at = 0
         _expect_error(setup, {1}, partial(_train, ddp, opt, 3, setup.rank))
         opt.reset()
-        assert_replicas_agree(ddp.parameters())
+        assert_same_on_all_ranks(ddp.parameters())
         _goes_on(setup, ddp, opt)
 
 
@@ -191,7 +183,7 @@ def _goes_on(setup: Setup, ddp: Any, opt: Any) -> None:
     before = [param.detach().clone() for param in ddp.parameters()]
     _train(ddp, opt, 2, setup.rank, seed=1)
     opt.finish_sync()
-    assert_replicas_agree(ddp.parameters())
+    assert_same_on_all_ranks(ddp.parameters())
     assert not any(torch.equal(param, value) for param, value in zip(ddp.parameters(), before, strict=True))
 
 
@@ -270,7 +262,7 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
         model.load_state_dict(state)
     plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.001)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
-    assert_replicas_agree(ddp.parameters())
+    assert_same_on_all_ranks(ddp.parameters())
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.1)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **{**options, "max_grad_norm": None})
     for seed in range(5):
@@ -356,7 +348,7 @@ def _dropped_waits(setup: Setup, uses_rings: bool) -> None:
         ddp, opt = wrapped(group)
         _train(ddp, opt, 4, setup.rank)
         trained.append([param.detach().clone() for param in ddp.parameters()])
-        assert_replicas_agree(ddp.parameters())
+        assert_same_on_all_ranks(ddp.parameters())
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(trained[0], _model().parameters(), strict=True))
 
@@ -434,7 +426,7 @@ def _forked(setup: Setup, root: str) -> None:
         checkpoint.save(root, ddp, opt)
     _train(ddp, opt, 2, setup.rank)
     opt.finish_sync()
-    assert_replicas_agree(ddp.parameters())
+    assert_same_on_all_ranks(ddp.parameters())
 
 
 def _stepped_in_a_fork(setup: Setup) -> None:
@@ -450,7 +442,7 @@ def _stepped_in_a_fork(setup: Setup) -> None:
         opt.step()
         opt.zero_grad()
         _train(ddp, opt, 2, setup.rank)
-        assert_replicas_agree(ddp.parameters())
+        assert_same_on_all_ranks(ddp.parameters())
         opt.zero_grad()
         opt.detach()
 

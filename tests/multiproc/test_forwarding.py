@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from tests.multiproc.cases import (
     OptimizerCase,
     Twins,
     assert_identical,
+    assert_same_on_all_ranks,
     at_stage,
     batches,
     build_model,
@@ -105,9 +105,7 @@ def _epochs(setup: Setup, stage: int, modes: dict[str, Callable[[], Twins]]) -> 
 def _same_state(setup: Setup, twins: Twins, where: str) -> None:
     """Consolidated while in eval mode; loaded by both, and trained on."""
     last = setup.world_size - 1
-    twins.opt.consolidate_state_dict(to=last)
-    if setup.rank == last:
-        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), where)
+    twins.assert_same_state(where, to=last)
     saved = copy.deepcopy(twins.plain.state_dict())
     twins.opt.load_state_dict(saved)
     _assert_equal(twins.plain_model, twins.model, f"loaded, {where}")
@@ -175,13 +173,6 @@ def _masters_that_a_method_writes_before_the_first_step_are_kept(setup: Setup) -
 # Around a call
 
 
-def _same_on_every_rank(model: nn.Module) -> None:
-    for param in model.parameters():
-        everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, param.detach())
-        assert all(torch.equal(param, other) for other in everyone)
-
-
 @case(2, 3)
 def _public_methods_of_the_inner_class_are_called_by_name(setup: Setup) -> None:
     twins = MODES["overlapped"]()
@@ -230,9 +221,9 @@ def _an_error_of_a_method_on_one_rank_is_raised_on_all(setup: Setup) -> None:
             with pytest.raises(RuntimeError, match=rf"ToyScheduleFree.scale_all\(\), got .*rank {owner}: Arithmetic"):
                 opt.scale_all(2.0)
         assert opt.param_groups[0]["scaled"] == 2.0
-        _same_on_every_rank(twins.model)
+        assert_same_on_all_ranks(twins.model.parameters())
         opt.eval()
-        _same_on_every_rank(twins.model)
+        assert_same_on_all_ranks(twins.model.parameters())
 
 
 @case(2, 3)
@@ -261,7 +252,7 @@ def _a_method_between_backward_and_step_is_refused(setup: Setup) -> None:
         opt.step()
         opt.zero_grad()
     opt.eval()
-    _same_on_every_rank(twins.model)
+    assert_same_on_all_ranks(twins.model.parameters())
 
     twins = MODES["waits"]()
     _switch(twins, "train")
@@ -319,7 +310,7 @@ def _a_method_under_join_is_refused(setup: Setup) -> None:
             with pytest.raises(RuntimeError, match=r"opt.eval\(\) is not supported inside Join"):
                 opt.eval()
     opt.eval()
-    _same_on_every_rank(twins.model)
+    assert_same_on_all_ranks(twins.model.parameters())
 
 
 @case(2, 3)

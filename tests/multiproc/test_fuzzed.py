@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.fuzz.toys import ToyCoupled, ToyScheduleFree
-from tests.multiproc.cases import Twins, assert_identical, sum_in_rank_order
+from tests.multiproc.cases import Twins, assert_identical, step_on, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(group_timeout=20)
@@ -198,15 +198,11 @@ def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> Non
     for zero_options in modes:
         twins = Wrapped(partial(ToyCoupled), model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
         if "nonfinite" in zero_options:  # the first step is decided against
-            (twins.model(inputs_of(setup, 0)) * math.inf).sum().backward()
-            twins.opt.step()
-            twins.opt.zero_grad()
+            step_on(twins.opt, (twins.model(inputs_of(setup, 0)) * math.inf).sum())
         for _ in range(5):  # 20 steps: also those in which nobody looks
             twins.train(setup, 4)
             assert twins.opt.param_groups[0]["d"] == twins.plain.param_groups[0]["d"] != 1e-3
-        twins.opt.consolidate_state_dict(to=setup.world_size - 1)
-        if setup.rank == setup.world_size - 1:
-            assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "state dict")
+        twins.assert_same_state("state dict", to=setup.world_size - 1)
 
 
 @case(2)
@@ -351,9 +347,7 @@ def _a_changed_memory_format_of_cut_parameters_with_masters_is_refused(setup: Se
     model = nn.Sequential(_TakesFloats(), nn.Conv2d(3, 20, 3, padding=1), nn.Conv2d(20, 4, 3, padding=1)).bfloat16()
     ddp = DistributedDataParallel(model)
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", master_weights=True, lr=0.1)
-    ddp(inputs_of(setup, 0, 2, 3, 5, 5)).square().mean().backward()
-    opt.step()
-    opt.zero_grad()
+    step_on(opt, ddp(inputs_of(setup, 0, 2, 3, 5, 5)).square().mean())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides

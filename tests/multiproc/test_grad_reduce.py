@@ -17,14 +17,14 @@ from ddp_zero.core.comm import exchange
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.reduction import Reduction, recv_numel, segment_reduction, sum_dtype
 from tests import internals
+from tests.multiproc.cases import gathered
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
 
 
 def _expected(mine: Tensor, first: int = 0) -> Tensor:
     """The sum over ranks in rank order, beginning with ``first`` and going around."""
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
+    parts = gathered(mine)
     parts = [*parts[first:], *parts[:first]]
     total = parts[0].to(sum_dtype(mine.dtype))
     for part in parts[1:]:

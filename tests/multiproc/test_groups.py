@@ -38,10 +38,12 @@ from tests.multiproc.cases import (
     assert_equal_models,
     assert_identical,
     assert_moved,
+    assert_same_on_all_ranks,
     batches,
     build_model,
     loss_of,
     sharded_twins,
+    step_on,
     train_step,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
@@ -98,17 +100,10 @@ def train_beside_ddp(setup: Setup, pair: Twins, where: str) -> None:
     """Train both: after each step all ranks have the plain optimizer's bits, and at the end they have moved."""
 
     def on_all_ranks(step: int) -> None:
-        assert_same_on_all_ranks(pair.model, f"after step {step}: {where}")
+        assert_same_on_all_ranks(pair.model.parameters(), when=f"after step {step}: {where}")
 
     pair.train(setup, STEPS, after_step=on_all_ranks, where=where)
     pair.assert_moved()
-
-
-def assert_same_on_all_ranks(model: nn.Module, when: str) -> None:
-    mine = torch.cat([param.detach().reshape(-1).double() for param in model.parameters()])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    assert all(torch.equal(mine, other) for other in every), f"ranks differ {when}"
 
 
 def states_held(opt: ZeroRedundancyOptimizer) -> int:
@@ -139,7 +134,7 @@ def _sums_in_rings_within_and_across_groups_keep_ranks_equal(setup: Setup) -> No
     with rings_for_all() as transfers:
         for step, batch in enumerate(batches(setup.rank, STEPS)):
             train_step(pair.sides[1], batch)
-            assert_same_on_all_ranks(pair.model, f"after step {step}")
+            assert_same_on_all_ranks(pair.model.parameters(), when=f"after step {step}")
     assert len(transfers) > 4 * STEPS, "sums and gathers in both groups"
     pair.assert_moved()
 
@@ -258,10 +253,7 @@ def _shard_groups_used_again_among_more_nodes_keep_ranks_equal(setup: Setup) -> 
         before = copy.deepcopy(ddp.module)
         for batch in batches(setup.rank, 3):
             train_step((ddp, opt), batch)
-        mine = torch.cat([param.detach().reshape(-1) for param in ddp.parameters()])
-        every = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(every, mine, group=everyone)
-        assert all(torch.equal(mine, other) for other in every)
+        assert_same_on_all_ranks(ddp.parameters(), everyone)
         assert_moved(before, ddp.module)
 
 
@@ -292,7 +284,7 @@ def _bf16_parameters_equal_ddp_and_bf16_messages_keep_ranks_equal(setup: Setup) 
             train_step((ddp, opt), batch)
             if low:
                 assert_equal_models(plain[0].module, ddp.module, f"after step {step}")
-            assert_same_on_all_ranks(ddp.module, f"after step {step}")
+            assert_same_on_all_ranks(ddp.module.parameters(), when=f"after step {step}")
         assert_moved(before, ddp.module)
 
 
@@ -321,7 +313,7 @@ def _accumulated_steps_equal_ddp_and_agree_on_all_ranks(setup: Setup) -> None:
                 for optimizer in (plain[1], opt):
                     optimizer.step()
                     optimizer.zero_grad()
-                assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}")
+                assert_same_on_all_ranks(ddp.module.parameters(), when=f"after step {step}: {mode}")
                 if in_no_sync:
                     assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
                 else:  # DDP averages the sum so far again in every pass, `accumulate()` does not: other rounding
@@ -383,9 +375,7 @@ def _an_overflow_in_one_replica_skips_the_step_of_all(setup: Setup) -> None:
             before = [param.detach().clone() for param in ddp.parameters()]
             if step == 3 and setup.rank == 2:  # of the other group than rank 0
                 inputs = inputs * float("inf")
-            opt.scale(loss_of(ddp, inputs, targets)).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, opt.scale(loss_of(ddp, inputs, targets)))
             assert opt.last_step is not None
             assert opt.last_step.stepped == (step != 3)
             same = [torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True)]
@@ -394,7 +384,7 @@ def _an_overflow_in_one_replica_skips_the_step_of_all(setup: Setup) -> None:
                 assert opt.last_step.nonfinite_rank == 2, opt.last_step
                 assert "rank 2 (global rank 2)" in str(opt.last_step.reason)
             assert opt.loss_scale == (8.0 if step >= 3 else 16.0)
-            assert_same_on_all_ranks(ddp, f"after step {step}")
+            assert_same_on_all_ranks(ddp.parameters(), when=f"after step {step}")
 
 
 @case(4)
@@ -417,7 +407,7 @@ def _an_overflow_on_one_rank_under_a_grad_scaler_skips_the_step_of_all(setup: Se
             same = [torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True)]
             assert all(same) if step == 3 else not any(same)
             assert scaler.get_scale() == (8.0 if step >= 3 else 16.0)
-            assert_same_on_all_ranks(ddp, f"after step {step}")
+            assert_same_on_all_ranks(ddp.parameters(), when=f"after step {step}")
 
 
 @case(4)
@@ -683,7 +673,7 @@ def _wrap_takes_a_shard_group(setup: Setup) -> None:
     before = copy.deepcopy(ddp.module)
     for batch in batches(setup.rank, 3):
         train_step((ddp, opt), batch)
-        assert_same_on_all_ranks(ddp, "after a step")
+        assert_same_on_all_ranks(ddp.parameters(), when="after a step")
     assert_moved(before, ddp.module)
 
 
@@ -711,10 +701,7 @@ def _part_of_the_job(setup: Setup) -> None:
     before = copy.deepcopy(ddp.module)
     for batch in batches(setup.rank, 3):
         train_step((ddp, opt), batch)
-        mine = torch.cat([param.detach().reshape(-1) for param in ddp.parameters()])
-        every = [torch.empty_like(mine) for _ in range(4)]
-        dist.all_gather(every, mine, group=trainers)
-        assert all(torch.equal(mine, other) for other in every)
+        assert_same_on_all_ranks(ddp.parameters(), trainers)
     assert_moved(before, ddp.module)
 
 
@@ -755,16 +742,14 @@ def _go_on(
     before()
     for step in steps:
         _same_batch_step(ddp, opt, step)
-    assert_same_on_all_ranks(ddp, "at the end")
+    assert_same_on_all_ranks(ddp.parameters(), when="at the end")
     return [param.detach().reshape(-1).tolist() for param in ddp.parameters()]
 
 
 def _same_batch_step(ddp: nn.Module, opt: ZeroRedundancyOptimizer, step: int) -> None:
     """On the same data on every rank, so that the average is the same at any number of them."""
     batch = next(batches(0, 1, seed=step))
-    opt.scale(loss_of(ddp, *batch)).backward()
-    opt.step()
-    opt.zero_grad()
+    step_on(opt, opt.scale(loss_of(ddp, *batch)))
 
 
 SIZES: list[tuple[int, int | None]] = [(4, 2), (4, None), (2, None), (1, None), (2, 1)]

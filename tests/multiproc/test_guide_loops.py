@@ -98,7 +98,9 @@ GAN_MODES: tuple[dict[str, Any], ...] = ({}, {"sync": "forward"}, {"overlap": Fa
     few=[(mode, 1 + place % 2, place >= 2) for place, mode in enumerate(GAN_MODES)],
     every=[*product(GAN_MODES, (1, 2), (False, True))],
 )
-def _a_gan_with_two_averaged_passes(setup: Setup, configurations: list[tuple[dict[str, Any], int, bool]]) -> None:
+def _the_guides_gan_with_two_averaged_passes_equals_ddp(
+    setup: Setup, configurations: list[tuple[dict[str, Any], int, bool]]
+) -> None:
     before, after = code_of("accumulate", "judge(fake.detach())")
     expected = played(setup, before, lambda ddp: Adam(ddp.parameters(), **OPTIONS))
     summed = played(setup, after, lambda ddp: SumOfAverages(ddp.parameters(), **OPTIONS))
@@ -129,7 +131,7 @@ def _a_gan_of_the_tutorials_is_refused_with_the_remedy(setup: Setup) -> None:
 
 
 @case(2)
-def _a_rate_set_before_the_step(setup: Setup) -> None:
+def _a_rate_set_before_the_step_is_refused_with_a_remedy_that_equals_ddp(setup: Setup) -> None:
     """The remedy of the message is what makes each loop equal."""
 
     def attached(overlaps: bool, stage: int, ddp: DistributedDataParallel) -> Any:
@@ -215,7 +217,7 @@ def norm_of_parts(ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer) ->
 
 
 @case(2)
-def _norms_of_gradients_that_owners_have_changed(setup: Setup) -> None:
+def _norms_of_gradients_that_owners_have_changed_are_as_the_page_says(setup: Setup) -> None:
     """docs/numerics.md: to the bit where parameters are whole; of a cut one, the norm of the norms of its parts."""
 
     def train(build: Build) -> tuple[list[Tensor], list[float]]:
@@ -249,7 +251,7 @@ def _norms_of_gradients_that_owners_have_changed(setup: Setup) -> None:
 
 
 @case(2, marks=[pytest.mark.nightly])
-def _gradients_after_a_scaler_has_stepped_are_unscaled(setup: Setup) -> None:
+def _param_grad_after_scaler_step_is_unscaled_as_in_a_plain_loop(setup: Setup) -> None:
     def train(build: Build, unscales: bool) -> list[Any]:
         ddp = wrapped(build_model())
         opt = build(ddp)
@@ -458,7 +460,7 @@ def _interrupted(setup: Setup, build: Build) -> Trained:
 
 
 @case(2)
-def _the_interrupted_model_is_refused(setup: Setup) -> None:
+def _training_an_interrupted_model_in_stage_1_is_refused(setup: Setup) -> None:
     """In stage 1, where DDP's own reducer waits for gradients that never came."""
     found = _interrupted(setup, sharded())
     model = found.names["model"]

@@ -35,6 +35,7 @@ from tests.multiproc.cases import (
     build_twins,
     loss_of,
     optimizer_case,
+    step_on,
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 
@@ -50,9 +51,7 @@ def _small_buckets(stage: int, **options: Any) -> tuple[DistributedDataParallel,
 
 def _train(model: nn.Module, opt: ZeroRedundancyOptimizer, rank: int, steps: int) -> None:
     for inputs, targets in batches(rank, steps):
-        loss_of(model, inputs, targets).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, loss_of(model, inputs, targets))
 
 
 @case(2, 3)

@@ -27,6 +27,7 @@ from tests.multiproc.cases import (
     batches,
     build_model,
     loss_of,
+    step_on,
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup
@@ -112,9 +113,7 @@ def _ddp(model: nn.Module, *, is_plain: bool = False) -> DistributedDataParallel
 def _train(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, data: Data, steps: int) -> None:
     for _ in range(steps):
         inputs, targets = next(data)
-        loss_of(model, inputs, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(optimizer, loss_of(model, inputs, targets))
         schedule.step()
 
 
@@ -209,9 +208,7 @@ def _an_instance_taken_with_masters_equals_a_load_of_its_state_dict(setup: Setup
 
 def _low_step(model: nn.Module, optimizer: Optimizer, data: Data) -> None:
     inputs, targets = next(data)
-    loss_of(model, inputs.bfloat16(), targets.bfloat16()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_on(optimizer, loss_of(model, inputs.bfloat16(), targets.bfloat16()))
 
 
 @case(2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from tests import internals
 from tests.multiproc.cases import (
     OptimizerCase,
     assert_equal_models,
+    assert_same_on_all_ranks,
     batches,
     build_model,
     build_twins,
@@ -136,7 +136,7 @@ def test_join_with_the_optimizer_alone_equals_averages_by_hand(inputs_of_rank: t
     run_ranks(_uneven_inputs_without_ddp, len(inputs_of_rank), inputs_of_rank)
 
 
-def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
+def _steps_after_join_gather_nothing(setup: Setup) -> None:
     for module in (coupling, unaveraged):
         setattr(module, "is_checked_step", lambda step: False)  # noqa: B010
     twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=True)
@@ -161,10 +161,7 @@ def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
             nn.functional.mse_loss(twins.model(inputs), targets).backward()
             twins.opt.step()
     assert calls == 4  # the longest rank's steps: one question each
-    total = torch.stack([param.detach().double().sum() for param in twins.model.parameters()])
-    everyone = [torch.empty_like(total) for _ in range(setup.world_size)]
-    dist.all_gather(everyone, total)
-    assert all(torch.equal(total, other) for other in everyone)
+    assert_same_on_all_ranks(twins.model.parameters())
 
 
 def _early_termination_raises_on_every_rank(setup: Setup) -> None:
@@ -205,7 +202,7 @@ def _optimizers_in_another_order_are_refused_at_once(setup: Setup) -> None:
         train()
 
 
-def _what_happens_inside_backward_comes_first(setup: Setup) -> None:
+def _an_optimizer_that_steps_inside_backward_may_be_listed_after_one_that_steps_in_the_loop(setup: Setup) -> None:
     """An optimizer that steps inside backward is listed after one that steps in the loop."""
     for finds in (False, True):
         sides: list[list[Any]] = []
@@ -323,7 +320,7 @@ def _a_rank_that_has_asked_for_the_state_waits_for_ranks_that_have_joined(setup:
     [
         _a_join_without_the_optimizer_is_refused_at_once,
         _averages_over_ranks_that_still_train_need_ddps_own_division,
-        _goes_on_after_join_at_no_cost,
+        _steps_after_join_gather_nothing,
         _early_termination_raises_on_every_rank,
         _optimizers_in_another_order_are_refused_at_once,
     ],
@@ -333,7 +330,9 @@ def test_around_join(case: Callable[[Setup], None]) -> None:
 
 
 def test_an_optimizer_that_steps_inside_backward_may_be_listed_last() -> None:
-    run_ranks(_what_happens_inside_backward_comes_first, 2, group_timeout=20.0)
+    run_ranks(
+        _an_optimizer_that_steps_inside_backward_may_be_listed_after_one_that_steps_in_the_loop, 2, group_timeout=20.0
+    )
 
 
 def test_ranks_ask_for_the_state_around_join() -> None:

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.snapshots import Snapshots
-from tests.multiproc.cases import assert_identical, batches, build_model, loss_of, sum_in_rank_order
+from tests.multiproc.cases import assert_identical, batches, build_model, loss_of, step_on, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 from tests.pairwise import Modes, every_other, pairwise
 
@@ -126,7 +126,7 @@ def trained(
 
 
 @case(2, 3, 4, few=every_other(INSIDE), every=MODES)
-def _a_rank_saves_alone_while_the_others_go_on(setup: Setup, configurations: Modes) -> None:
+def _a_rank_that_saves_alone_gets_the_plain_state_while_the_others_train(setup: Setup, configurations: Modes) -> None:
     rng = random.Random(setup.rank)
 
     def loop(side: Side, setup: Setup) -> None:
@@ -164,7 +164,7 @@ def clamp_data(side: Side) -> None:
 
 
 @case(2, 3)
-def _gradients_clipped_through_data_from_the_first_step_on(setup: Setup) -> None:
+def _gradients_clipped_through_data_from_the_first_step_on_equal_ddp(setup: Setup) -> None:
     def loop(side: Side, setup: Setup) -> None:
         trained(side, setup, 5, lambda _: clamp_data(side))
 
@@ -178,7 +178,7 @@ def _gradients_clipped_through_data_from_the_first_step_on(setup: Setup) -> None
 
 
 @case(2)
-def _gradients_clipped_through_data_after_a_load_or_a_reset(setup: Setup) -> None:
+def _gradients_clipped_through_data_after_a_load_or_a_reset_equal_ddp(setup: Setup) -> None:
     for renew in ("load", "reset"):
 
         def loop(side: Side, setup: Setup, renew: str = renew) -> None:
@@ -193,7 +193,9 @@ def _gradients_clipped_through_data_after_a_load_or_a_reset(setup: Setup) -> Non
 
 
 @case(2, few=[1, 9], every=[3, 12])
-def _gradients_clipped_through_data_later_raise_at_once(setup: Setup, configurations: list[int]) -> None:
+def _gradients_first_clipped_through_data_in_a_later_step_are_refused_in_that_step(
+    setup: Setup, configurations: list[int]
+) -> None:
     for first in configurations:
 
         def loop(side: Side, setup: Setup, first: int = first) -> None:
@@ -208,7 +210,7 @@ def _gradients_clipped_through_data_later_raise_at_once(setup: Setup, configurat
 
 
 @case(2, marks=[pytest.mark.nightly])
-def _sharpness_aware_passes(setup: Setup) -> None:
+def _sharpness_aware_passes_equal_ddp_in_no_sync_and_are_refused_outside(setup: Setup) -> None:
     """SAM: a first pass moves the parameters, which are restored between the second pass and the step."""
 
     def loop(side: Side, setup: Setup, is_local: bool) -> None:
@@ -245,7 +247,7 @@ def _sharpness_aware_passes(setup: Setup) -> None:
 
 
 @case(2, 3, few=every_other(MODES), every=MODES)
-def _an_update_that_is_dropped_after_backward(setup: Setup, configurations: Modes) -> None:
+def _an_update_dropped_after_a_step_inside_backward_is_refused(setup: Setup, configurations: Modes) -> None:
     def loop(side: Side, setup: Setup) -> None:
         for number, batch in enumerate(batches(setup.rank, 8)):
             loss_of(side.ddp, *batch).backward()
@@ -260,7 +262,7 @@ def _an_update_that_is_dropped_after_backward(setup: Setup, configurations: Mode
 
 
 @case(2, few=every_other(INSIDE, 1), every=INSIDE)
-def _saves_and_the_end_after_a_dropped_update(setup: Setup, configurations: Modes) -> None:
+def _saves_after_a_dropped_update_are_refused_until_opt_step(setup: Setup, configurations: Modes) -> None:
     for name, mode in configurations.items():
         side = side_of(2, mode)
         taken = Snapshots(side.ddp, side.opt, folder=setup.folder / name, every=1)
@@ -308,7 +310,9 @@ SAVED_MODES = WAITING | {
     few=[(place % 2 == 0, name) for place, name in enumerate(SAVED_MODES)],
     every=[(place % 2 == 1, name) for place, name in enumerate(SAVED_MODES)],
 )
-def _a_gan_is_saved_where_gradients_lie_about(setup: Setup, configurations: Sequence[tuple[bool, str]]) -> None:
+def _a_gan_saved_with_leftover_gradients_has_the_plain_state(
+    setup: Setup, configurations: Sequence[tuple[bool, str]]
+) -> None:
     """As in HiFi-GAN's script: the judge is stepped, then the maker's loss leaves gradients in it."""
 
     def save(side: Side, number: int, all_save: bool) -> Any:
@@ -358,7 +362,7 @@ def _a_gan_is_saved_where_gradients_lie_about(setup: Setup, configurations: Sequ
 
 
 @case(2, 3, few=[False], every=[True])
-def _a_step_without_any_gradient_does_nothing(setup: Setup, configurations: list[bool]) -> None:
+def _a_step_without_any_gradient_changes_nothing(setup: Setup, configurations: list[bool]) -> None:
     (is_full,) = configurations
 
     def loop(side: Side, setup: Setup) -> None:
@@ -390,7 +394,7 @@ def _a_step_without_any_gradient_does_nothing(setup: Setup, configurations: list
 
 
 @case(2, few=every_other(MODES, 1), every=MODES)
-def _an_update_that_is_dropped_first_is_told_after_a_reset(setup: Setup, configurations: Modes) -> None:
+def _an_update_dropped_after_a_reset_is_refused_in_the_next_step(setup: Setup, configurations: Modes) -> None:
     """Backward is interrupted before it reaches DDP, which can go on."""
 
     def interrupt(grad: Tensor) -> None:
@@ -446,9 +450,7 @@ def _penalties_that_are_equal_on_all_ranks_may_be_added_around_ddp(setup: Setup)
         params = list(side.ddp.parameters())
         for number, batch in enumerate(batches(setup.rank, 12)):
             loss_of(side.ddp, *batch).backward()
-            torch.stack([param.square().sum() for param in params[number % 2 :]]).mean().backward()
-            side.opt.step()
-            side.opt.zero_grad()
+            step_on(side.opt, torch.stack([param.square().sum() for param in params[number % 2 :]]).mean())
             side.show()
 
     assert_equal_loops(loop, setup, MODES)
@@ -514,7 +516,9 @@ def _a_parameter_replaced_in_the_model_is_refused_with_its_name(setup: Setup) ->
 
 
 @case(2, few=[(0, 0), (3, 1)], every=[*product(range(4), (0, 1))])
-def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[tuple[int, int]]) -> None:
+def _a_second_opt_step_after_one_backward_pass_is_refused_where_a_hook_steps(
+    setup: Setup, configurations: list[tuple[int, int]]
+) -> None:
     """While a late sync is under way, parameters are of a class of their own."""
     for twice, start in configurations:
 
@@ -536,7 +540,7 @@ def _a_second_step_after_one_backward_pass(setup: Setup, configurations: list[tu
 
 
 @case(2, few=every_other(MODES), every=MODES)
-def _steps_in_inference_mode(setup: Setup, configurations: Modes) -> None:
+def _steps_in_inference_mode_equal_ddp(setup: Setup, configurations: Modes) -> None:
     """State that the first step made there would be refused in the next backward pass."""
 
     def loop(side: Side, setup: Setup) -> None:
@@ -551,7 +555,9 @@ def _steps_in_inference_mode(setup: Setup, configurations: Modes) -> None:
 
 
 @case(2, 3, few=[(True, 10), (False, 2)], every=[(True, 2), (False, 10)])
-def _averages_made_by_hand(setup: Setup, configurations: list[tuple[bool, int]]) -> None:
+def _gradients_averaged_by_the_loop_equal_ddp_without_a_hook_and_are_refused_with_one(
+    setup: Setup, configurations: list[tuple[bool, int]]
+) -> None:
     def loop(side: Side, setup: Setup, around: bool, stops: int = 4, steps: int = 4) -> None:
         for number, batch in enumerate(batches(setup.rank, steps)):
             with nullcontext() if around else side.ddp.no_sync():
@@ -585,8 +591,11 @@ def _often(setup: Setup, body: Callable[[Setup], None], times: int) -> None:
 @pytest.mark.parametrize(
     ("body", "times"),
     [
-        (partial(_a_rank_saves_alone_while_the_others_go_on, configurations=MODES), 50),  # four saves in each mode
-        (_gradients_clipped_through_data_from_the_first_step_on, 200),
+        (
+            partial(_a_rank_that_saves_alone_gets_the_plain_state_while_the_others_train, configurations=MODES),
+            50,
+        ),  # four saves in each mode
+        (_gradients_clipped_through_data_from_the_first_step_on_equal_ddp, 200),
     ],
 )
 def test_two_idioms_200_times_under_load(body: Callable[[Setup], None], times: int) -> None:

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 from ddp_zero import shard_optimizer, wrap
 from ddp_zero.core.local.memory import find_trim
 from tests import internals
+from tests.multiproc.cases import step_on
 from tests.multiproc.harness import Setup, run_ranks
 
 MIB = 1 << 20
@@ -33,9 +34,7 @@ def _grows_by(setup: Setup, stage: int) -> int:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
     opt = shard_optimizer(ddp, SGD, stage=stage, lr=0.1) if stage else SGD(ddp.parameters(), lr=0.1)
     for _ in range(5):
-        ddp(torch.randn(2, WIDTH)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(2, WIDTH)).sum())
     return resident() - before
 
 
@@ -54,9 +53,7 @@ def _left_in_the_heap(setup: Setup) -> int:
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS // 4)])
     ddp, opt = wrap(model, SGD, stage=2, lr=0.1)
     for _ in range(5):
-        ddp(torch.randn(2, 1024)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(2, 1024)).sum())
     before = resident()
     trim = find_trim()
     assert trim is not None, "asked first"
@@ -94,9 +91,7 @@ def _peaks(setup: Setup, build: Any) -> tuple[int, int]:
         if step == 2:
             first = most_since_reset() - before
             reset_peak()
-        ddp(torch.randn(2, WIDTH)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, ddp(torch.randn(2, WIDTH)).sum())
     later = most_since_reset() - before
     final = [param.detach().sum().item() for param in ddp.parameters()]
     assert all(now != was for now, was in zip(final, initial, strict=True)), "every parameter has moved"
@@ -133,9 +128,7 @@ def _leaves_nothing(setup: Setup) -> None:
         ddp = DistributedDataParallel(nn.Linear(8, 8), gradient_as_bucket_view=True)
         opt = shard_optimizer(ddp, SGD, stage=stage, lr=0.1, **options) if stage else SGD(ddp.parameters(), lr=0.1)
         for _ in range(4):
-            ddp(torch.randn(2, 8)).sum().backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, ddp(torch.randn(2, 8)).sum())
 
     train(0)  # what torch builds once
     gc.collect()
@@ -170,9 +163,7 @@ def _buffers(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
         opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1)
         for _ in range(3):
-            ddp(torch.randn(2, WIDTH)).sum().backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, ddp(torch.randn(2, WIDTH)).sum())
         found.append((next(line for line in opt.explain().splitlines() if line.startswith("gradients")), _idle(opt)))
     return found
 

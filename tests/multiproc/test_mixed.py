@@ -17,7 +17,7 @@ from ddp_zero.core.local.mixed import name_of
 from ddp_zero.core.plan.ownership import is_cut
 from ddp_zero.options import PartitionName
 from tests.internals import owners_of, plan_of
-from tests.multiproc.cases import ToyAdam8bit, assert_equal_models, assert_identical
+from tests.multiproc.cases import ToyAdam8bit, assert_equal_models, assert_identical, step_on
 from tests.multiproc.harness import Cases, Setup, run_ranks
 from tests.multiproc.mixed_classes import CAP, MUON, Pair, assert_moved, ddp_of, groups_of, is_matrix, language, train
 
@@ -208,9 +208,7 @@ def _run_on_rank_0s_data(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> None:
     """The same gradients at any number of ranks that is a power of two."""
     for step in range(2):
         tokens = torch.randint(0, 150, (2, 12), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
     opt.finish_sync()
 
 
@@ -402,9 +400,7 @@ def _a_rank_without_parameters_of_a_class_resumes(setup: Setup) -> None:
             before = [param.detach().clone() for param in ddp.parameters()]
             for step in range(4):
                 inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + setup.rank))
-                ddp(inputs).square().mean().backward()
-                opt.step()
-                opt.zero_grad()
+                step_on(opt, ddp(inputs).square().mean())
                 if step == 1 and resumed_from == "checkpoint":
                     checkpoint.save(setup.folder / f"{kind.__name__}-{stage}", ddp, opt, step=1)
                     checkpoint.load(setup.folder / f"{kind.__name__}-{stage}", ddp, opt)

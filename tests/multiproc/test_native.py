@@ -21,7 +21,15 @@ from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine import partition_choice
 from tests import internals
-from tests.multiproc.cases import assert_overlapped, at_stage, batches, build_overlapped_twins, loss_of, optimizer_case
+from tests.multiproc.cases import (
+    assert_overlapped,
+    at_stage,
+    batches,
+    build_overlapped_twins,
+    loss_of,
+    optimizer_case,
+    step_on,
+)
 from tests.multiproc.cut_models import CAP, CUT, large_model
 from tests.multiproc.harness import Cases, Setup
 
@@ -206,9 +214,7 @@ def _a_bucket_is_one_collective_each_way_and_no_copy(setup: Setup) -> None:
             for number, (inputs, targets) in enumerate(batches(setup.rank, 6)):
                 buckets, before, copies = internals.plan_of(opt).buckets, dict(counts), _Copies()
                 with copies if number == 5 else nullcontext():
-                    loss_of(ddp, inputs, targets).backward()
-                    opt.step()
-                    opt.zero_grad()
+                    step_on(opt, loss_of(ddp, inputs, targets))
             opt.finish_sync()
             assert len(buckets) > 1
             assert all(bucket.is_even for bucket in buckets)

@@ -38,7 +38,7 @@ from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.overlap_loops import one_epoch
 from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
 from tests.multiproc.small_models import TOY
-from tests.multiproc.two_memories import TwoMemories, pipeline_of, taken_for_a_device
+from tests.multiproc.two_memories import TwoMemories, assert_away, pipeline_of, taken_for_a_device
 
 case = Cases()
 
@@ -80,19 +80,6 @@ def twins_of(one: OptimizerCase, number: int, options: dict[str, Any], model: nn
         )
 
 
-def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
-    """The plain optimizer's state dict, bit for bit and in its order."""
-    twins.opt.consolidate_state_dict(to=0)
-    if setup.rank == 0:
-        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), what)
-
-
-def assert_away(opt: ZeroRedundancyOptimizer) -> None:
-    """What is stepped is no parameter of the device."""
-    params = {id(param) for group in opt.param_groups for param in group["params"]}
-    assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
-
-
 # The same numbers
 
 
@@ -104,7 +91,7 @@ def _every_optimizer_equals_ddp_with_its_state_on_the_host(setup: Setup) -> None
             twins.train(setup, 4)
             twins.assert_moved()
             assert_away(twins.opt)
-            assert_same_state(twins, setup, one.name)
+            twins.assert_same_state(one.name)
 
 
 @case(3)
@@ -116,7 +103,7 @@ def _every_mode_equals_ddp_with_its_state_on_the_host(setup: Setup) -> None:
                 twins.train(setup, 4)
                 twins.assert_moved()
                 assert_away(twins.opt)
-                assert_same_state(twins, setup, f"mode {mode}")
+                twins.assert_same_state(f"mode {mode}")
 
 
 @case(2)
@@ -127,7 +114,7 @@ def _cut_parameters_equal_ddp(setup: Setup) -> None:
             twins.train(setup, 4)
             twins.assert_moved()
             assert internals.owned_parts(twins.opt)
-            assert_same_state(twins, setup, one.name)
+            twins.assert_same_state(one.name)
 
 
 @case(2)
@@ -189,7 +176,7 @@ def _added_groups_freezing_and_new_wrappers_equal_ddp(setup: Setup) -> None:
                 ddp.module[3].weight.requires_grad_(False)
             grow_and_train(twins, setup, 4 * CAP, f"stage {stage}")
             assert_away(twins.opt)
-            assert_same_state(twins, setup, f"stage {stage}")
+            twins.assert_same_state(f"stage {stage}")
 
 
 @case(3)
@@ -230,7 +217,7 @@ def _state_that_the_loop_writes_is_stepped_with(setup: Setup) -> None:
             twins.train(setup, 2, seed=1)
             twins.assert_moved()
             assert_away(twins.opt)
-            assert_same_state(twins, setup, f"mode {mode}")
+            twins.assert_same_state(f"mode {mode}")
 
 
 @case(2)
@@ -335,7 +322,7 @@ def _offload_state_is_readable_but_no_step_is_taken_until_reload_state(setup: Se
         before = twins.values()
         with pytest.raises(RuntimeError, match=r"an earlier opt.offload_state\(\) has moved away \(rank"):
             twins.opt.offload_state()
-        assert_same_state(twins, setup, "while it is away")
+        twins.assert_same_state("while it is away")
         inputs, targets = next(batches(setup.rank, 1, seed=5))
         with pytest.raises(RuntimeError, match=r"moved away \(rank \d.*Call opt.reload_state\(\)"):
             nn.functional.mse_loss(twins.model(inputs), targets).backward()
@@ -344,7 +331,7 @@ def _offload_state_is_readable_but_no_step_is_taken_until_reload_state(setup: Se
         twins.opt.reset()
         twins.opt.zero_grad()
         twins.train(setup, 3, seed=1)
-        assert_same_state(twins, setup, "after it came back")
+        twins.assert_same_state("after it came back")
 
 
 @case(2)

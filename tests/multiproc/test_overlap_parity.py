@@ -19,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
-from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case, sum_in_rank_order
+from tests.multiproc.cases import (
+    OptimizerCase,
+    assert_equal_models,
+    batches,
+    optimizer_case,
+    step_on,
+    sum_in_rank_order,
+)
 from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
 from tests.pairwise import pairwise
 
@@ -167,9 +174,7 @@ def _compare(setup: Setup, combination: Combination) -> None:
         choice = 0 if combination.static_graph else int(step in (2, 3) and (setup.rank + step) % 2)
         before = [param.detach().clone() for param in ddp.parameters()]
         for one, optimizer in ((plain_ddp, plain), (ddp, opt)):
-            nn.functional.mse_loss(one(inputs, choice), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(optimizer, nn.functional.mse_loss(one(inputs, choice), targets))
         assert_equal_models(plain_ddp, ddp, f"after step {step}")
         assert any(not torch.equal(p, b) for p, b in zip(ddp.parameters(), before, strict=True)), f"step {step}: stuck"
         regimes.append("deferred" if "deferred" in opt.explain() else "overlapped")
@@ -258,9 +263,7 @@ def _train_with_a_value_needed_later(setup: Setup, sharded: list[dict[str, Any]]
         opt: Optimizer = build(lr=0.1, fused=True)
         data = torch.Generator().manual_seed(setup.rank)
         for _ in range(STEPS):
-            ddp(torch.randn(2, 8, generator=data)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, ddp(torch.randn(2, 8, generator=data)).square().mean())
         trained.append([param.tolist() for param in model.parameters()])
     return trained
 

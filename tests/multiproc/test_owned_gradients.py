@@ -143,7 +143,7 @@ def _owners(opt: ZeroRedundancyOptimizer, param: Tensor) -> set[int]:
 
 
 @case(2, 3)
-def _norms_inside_the_step_see_the_changes(setup: Setup) -> None:
+def _max_grad_norm_clips_owned_gradients_as_they_were_changed(setup: Setup) -> None:
     """Of a parameter that is cut, an owner has no more than its own part right."""
     for kind in ("parameters", "elements"):
         every = [twins_of({"stage": stage, "partition": kind, "max_grad_norm": 0.02}) for stage in (1, 2)]
@@ -162,7 +162,7 @@ def _norms_inside_the_step_see_the_changes(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _changes_between_passes_of_stage_2(setup: Setup) -> None:
+def _owned_gradients_changed_between_passes_are_added_to_in_stage_2(setup: Setup) -> None:
     """What is changed is carried on in the sums."""
     for partition in ("parameters", "elements"):
         twins = twins_of({"stage": 2, "overlap": False, "partition": partition}, SGD)

@@ -13,7 +13,14 @@ from torch.optim import AdamW
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
 from tests import internals
-from tests.multiproc.cases import assert_equal_models, assert_identical, batches, loss_of, sum_in_rank_order
+from tests.multiproc.cases import (
+    assert_equal_models,
+    assert_identical,
+    assert_same_on_all_ranks,
+    batches,
+    loss_of,
+    sum_in_rank_order,
+)
 from tests.multiproc.experts import (
     EXPERT_MODES,
     OPTIONS,
@@ -86,21 +93,13 @@ def _experts_that_are_frozen_or_unused_somewhere_do_not_stall_the_others(setup: 
         moved = {name: not torch.equal(frozen[name], value) for name, value in first.state_dict().items()}
         assert not (step >= 1 and setup.rank % 2 and any(moved.values()))
         assert any(not torch.equal(before[name], value) for name, value in second.state_dict().items())
-    check_replicas(second, same)
+    assert_same_on_all_ranks(second.parameters(), same)
     if setup.rank == 2:
         second.requires_grad_(False)
     opt.zero_grad()
     loss_of(ddp, *next(batches(setup.rank, 1))).backward()
     with pytest.raises(RuntimeError, match=r"frozen on rank 1 \(global rank 2\) and trainable on rank 0|on rank 0: R"):
         opt.step()
-
-
-def check_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Ranks that hold the same parameters have the same values."""
-    mine = torch.cat([param.detach().flatten() for param in module.parameters()])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    assert all(torch.equal(one, mine) for one in every)
 
 
 @case(4)

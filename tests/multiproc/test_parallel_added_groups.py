@@ -18,7 +18,15 @@ from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, checkpoint
 from ddp_zero.parallel import ParallelOptimizer
-from tests.multiproc.cases import Twins, assert_identical, batches, loss_of, record_of, sum_in_rank_order
+from tests.multiproc.cases import (
+    Twins,
+    assert_identical,
+    assert_same_on_all_ranks,
+    batches,
+    loss_of,
+    record_of,
+    sum_in_rank_order,
+)
 from tests.multiproc.cut_models import CutBlock, is_cut
 from tests.multiproc.experts import cut_mixture, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
@@ -236,7 +244,7 @@ LATE = (("experts", "first"), ("dense", "first"), ("both", "first"), ("dense", "
 
 
 @case(4, few=[*zip(LATE, MODES[3::-1], strict=True)][1:], every=[*product(LATE, MODES)])
-def _experts_and_dense_layers_are_thawed_later(
+def _experts_and_dense_layers_that_are_thawed_and_added_later_equal_the_plain_optimizer(
     setup: Setup, configurations: list[tuple[tuple[str, str], dict[str, Any]]]
 ) -> None:
     for (late, freezes), mode in configurations:
@@ -286,7 +294,7 @@ def cut_pair(mesh: DeviceMesh, wraps: bool, freezes: str, optimizer_class: Any =
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _parts_are_thawed_later(setup: Setup) -> None:
+def _cut_parameters_that_are_thawed_and_added_later_equal_the_plain_optimizer(setup: Setup) -> None:
     mesh = mesh_of_4()
     place = mesh.get_local_rank("data")
     for mode in MODES:
@@ -300,7 +308,9 @@ WAITING: tuple[dict[str, Any], ...] = ({}, {"overlap": False}, {"max_grad_norm":
 
 
 @case(4, few=WAITING[2:], every=WAITING)
-def _distributed_tensors_are_thawed_later(setup: Setup, configurations: Sequence[dict[str, Any]]) -> None:
+def _distributed_tensors_that_are_thawed_and_added_later_equal_the_plain_optimizer(
+    setup: Setup, configurations: Sequence[dict[str, Any]]
+) -> None:
     mesh = mesh_of_4()
     place, data = mesh.get_local_rank("data"), mesh.get_group("data")
 
@@ -506,7 +516,7 @@ def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None
     before = [param.detach().clone() for param in params]
     opt.step()
     assert not any(torch.equal(one, other) for one, other in zip(before, params, strict=True))
-    assert_same_on_all(params)
+    assert_same_on_all_ranks(params)
     before = [param.detach().clone() for param in params]
     with Join([ddp, opt]):
         for batch in batches(setup.rank, (2, 0, 3, 1)[setup.rank]):
@@ -514,19 +524,12 @@ def _parameters_that_ddp_reduces_and_others_are_two_groups(setup: Setup) -> None
             loss_of(ddp, *batch).backward()
             opt.step()
     assert not any(torch.equal(one, other) for one, other in zip(before, params, strict=True))
-    assert_same_on_all(params)
+    assert_same_on_all_ranks(params)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     opt = ParallelOptimizer(model, AdamW, [model.weight], **OPTIONS)
     with pytest.raises(RuntimeError, match=r"inside Join is not supported.*ZERO-310"), Join([opt]):
         opt.add_param_group({"params": [model.bias]})
-
-
-def assert_same_on_all(params: Sequence[Tensor]) -> None:
-    for param in params:
-        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, param.detach())
-        assert all(torch.equal(one, every[0]) for one in every)
 
 
 @contextmanager
@@ -545,7 +548,7 @@ def opt_params(pair: Added, name: str) -> list[tuple[str, Tensor]]:
 
 
 @case(4)
-def _a_group_waits_for_the_end_of_a_step(setup: Setup) -> None:
+def _a_group_added_between_clipping_and_step_is_refused(setup: Setup) -> None:
     pair = experts_pair("experts", "first", {"overlap": False})
     feed, opt = batches(setup.rank, 12), pair.opt
     pair.train_and_compare(feed, 1)

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.internals import cuts_of
-from tests.multiproc.cases import ToyLAMB, assert_identical, batches
+from tests.multiproc.cases import ToyLAMB, assert_identical, assert_same_on_all_ranks, batches
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parallel_models import (
     CLIP,
@@ -192,10 +192,7 @@ def _norms_in_float64_are_equal_where_a_rank_counts_nothing_of_a_member(setup: S
             opt.step()
             assert opt.last_step is not None
             norms.append(torch.tensor(opt.last_step.grad_norm, dtype=torch.float64))
-        mine = torch.cat([torch.stack(norms), *(param.detach() for param in model)])
-        every = [torch.empty_like(mine) for _ in range(4)]
-        dist.all_gather(every, mine)
-        assert all(torch.equal(mine, other) for other in every), f"ranks differ, {clips_in_step=}: {every}"
+        assert_same_on_all_ranks([torch.stack(norms), *model], when=f"{clips_in_step=}")
         assert all(norm != norm.float() for norm in norms), "norms have the bits of float64"
         assert all(not torch.equal(old, new) for old, new in zip(before, model, strict=True))
 

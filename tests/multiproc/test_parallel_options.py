@@ -12,9 +12,9 @@ from tests.multiproc.failing import FailingAdamW, fail_at_once, iterations
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP, tied_group
-from tests.multiproc.parallel_options import Flights, assert_away, check_state
+from tests.multiproc.parallel_options import Flights, check_state
 from tests.multiproc.stages import train_beside_plain
-from tests.multiproc.two_memories import taken_for_a_device
+from tests.multiproc.two_memories import assert_away, taken_for_a_device
 
 MODES: tuple[dict[str, Any], ...] = (
     {},

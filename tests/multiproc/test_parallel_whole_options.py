@@ -15,10 +15,10 @@ from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.joined_training import go_on, train_ours, train_plain_by_hand, train_plain_with_ddp
 from tests.multiproc.mesh_twins import KINDS, MeshTwins, mesh_of_4
 from tests.multiproc.parallel_models import CLIP
-from tests.multiproc.parallel_options import Flights, assert_away, check_state
+from tests.multiproc.parallel_options import Flights, check_state
 from tests.multiproc.replicas import groups_of, hook_of
 from tests.multiproc.scaled import train_scaled
-from tests.multiproc.two_memories import taken_for_a_device
+from tests.multiproc.two_memories import assert_away, taken_for_a_device
 
 IN_DDP, WITHOUT_DDP, DISTRIBUTED = KINDS[1:]
 EVEN, UNEVEN, EMPTY = (8, 8), (11, 5), (16, 0)

@@ -21,7 +21,14 @@ from torch.optim import SGD, AdamW
 from ddp_zero import shard_optimizer
 from ddp_zero.core.comm.ring import RingTransfer, RingWorker
 from tests import internals
-from tests.multiproc.cases import assert_equal_models, assert_moved, batches, build_model, sum_in_rank_order, train_step
+from tests.multiproc.cases import (
+    assert_equal_models,
+    assert_moved,
+    batches,
+    build_model,
+    sum_in_rank_order,
+    train_step,
+)
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 from tests.multiproc.rings import SumInRingOrder, rings_for_all
 from tests.pairwise import Modes, every_other
@@ -78,7 +85,7 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup, configurations
 
 
 @case(4)
-def _ranks_send_as_many_bytes_as_directly(setup: Setup) -> None:
+def _rings_send_as_many_bytes_as_direct_messages(setup: Setup) -> None:
     totals = []
     for context in (rings_for_all, nullcontext):
         _, sharded = twins(MODES["stage 2, interleaved"])
@@ -188,9 +195,7 @@ torch.manual_seed(0)
 ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), gradient_as_bucket_view=True)
 opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, sync="forward", lr=0.1)
 for _ in range(4):
-    ddp(torch.ones(2, 64)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    step_on(opt, ddp(torch.ones(2, 64)).sum())
 print("done", flush=True)
 if rank == 0:
     print(sum(float(param.detach().sum()) for param in ddp.parameters()), flush=True)

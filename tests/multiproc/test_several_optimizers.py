@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from tests.multiproc.cases import assert_equal_models, sum_in_rank_order
+from tests.multiproc.cases import assert_equal_models, step_on, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(group_timeout=20)
@@ -164,9 +164,7 @@ def _a_pass_for_others_while_all_of_its_parameters_are_frozen_is_no_step_of_an_o
                     for param in groups[1 - number]:
                         param.requires_grad_(False)
                     optimizers[number].zero_grad()
-                    ddp(inputs_of(setup, 10 * step + number)).square().mean().backward()
-                    optimizers[number].step()
-                    optimizers[number].zero_grad()
+                    step_on(optimizers[number], ddp(inputs_of(setup, 10 * step + number)).square().mean())
                     for param in groups[1 - number]:
                         param.requires_grad_(True)
             assert_equal_models(both.plain_ddp, both.ddp, f"{first} {second} after step {step}")
@@ -174,7 +172,7 @@ def _a_pass_for_others_while_all_of_its_parameters_are_frozen_is_no_step_of_an_o
 
 
 @case(2)
-def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
+def _a_rank_that_runs_out_of_inputs_under_join_leaves_the_others_equal_to_ddp(setup: Setup) -> None:
     """Whoever is listed first: what an optimizer does inside backward comes before any step in the loop."""
     for finds, second, order in product((False, True), ({}, {"overlap": False}), (1, -1)):
         both = Both(by_depth, {**SMALL, "find_unused_parameters": finds}, {}, second)
@@ -193,7 +191,7 @@ def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
 
 
 @case(2)
-def _registered_by_hand_the_first_must_have_its_place(setup: Setup) -> None:
+def _a_second_optimizer_on_a_hook_registered_by_hand_is_refused(setup: Setup) -> None:
     module = Net()
     ddp = DistributedDataParallel(module)
     first, second = in_turn(module)

@@ -27,14 +27,17 @@ from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import (
     Twins,
+    added,
     assert_identical,
     assert_overlapped,
     at_stage,
     batches,
     build_model,
     build_overlapped_twins,
+    gathered,
     loss_of,
     optimizer_case,
+    ready,
     sharded_twins,
     step_on,
 )
@@ -323,12 +326,8 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         grads = [param.grad for param in params if param.grad is not None]
         attempts: list[Callable[[], Any]] = [
             partial(nn.utils.clip_grad_norm_, params, 1.0),
-            partial(nn.utils.clip_grad_norm_, params, 1.0, foreach=True),
-            partial(nn.utils.clip_grad_norm_, params, 1.0, norm_type=float("inf")),
             partial(nn.utils.get_total_norm, grads),
-            partial(nn.utils.clip_grad_value_, params, 1.0),
             partial(list, map(torch.norm, grads)),
-            partial(list, map(Tensor.tolist, grads)),
         ]
         for attempt in attempts:
             with pytest.raises(RuntimeError, match=rf"gradient of parameter \d.*{remedy}"):
@@ -364,18 +363,6 @@ def _a_model_with_absent_gradients_is_moved_copied_and_traced_as_under_ddp(setup
                 keep(twins.model.module)
             twins.assert_equal(f"{overlap}, {partition}, {number}")
         twins.assert_moved()
-        for dtype in (torch.bfloat16, torch.float64):
-            for model in (twins.plain_model, twins.model):
-                model.module.to(dtype)
-            twins.assert_equal(f"{overlap}, {partition}, {dtype}")
-            absent = [one.grad for one in twins.model.parameters() if isinstance(one.grad, AbsentGradient)]
-            assert absent
-            assert {grad.dtype for grad in absent} == {dtype}
-            for grad in absent:
-                with pytest.raises(RuntimeError, match=r"The gradient of parameter .* is not on this rank"):
-                    grad.norm()
-        twins.zero_grad()
-        twins.model.module.double()
 
 
 @case(1, 2, 3)
@@ -426,7 +413,6 @@ def _clip_grad_norm_of_infinite_gradients_or_foreign_parameters_is_refused(setup
 
 @case(2, 3)
 def _gradients_accumulated_before_a_freeze_are_stepped_after_it(setup: Setup) -> None:
-    """What was accumulated before a parameter is frozen still counts in the step after it."""
     for overlap in BOTH:
         twins = build_overlapped_twins(MOMENTUM, overlap=overlap, find_unused_parameters=True)
         twins.train(setup, 3)
@@ -521,17 +507,9 @@ def _rounding_hook(dtype: torch.dtype, predivide: float) -> Any:
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         ranks = dist.get_world_size()
-        mine = bucket.buffer().mul_(1.0 / predivide).to(dtype)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        if predivide != ranks:
-            total *= predivide / ranks
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(total)
-        return future
+        parts = gathered(bucket.buffer().mul_(1.0 / predivide).to(dtype))
+        total = added([part.float() for part in parts])
+        return ready(total if predivide == ranks else total * (predivide / ranks))
 
     return hook
 
@@ -899,7 +877,6 @@ def _a_parameter_unfrozen_after_the_first_steps_equals_ddp(setup: Setup) -> None
 
 @case(2, 3)
 def _an_added_group_that_ddp_does_not_reduce_is_stepped_with_the_loops_gradient(setup: Setup) -> None:
-    """A parameter that DDP does not reduce: it is stepped with the gradient that the user gives it."""
     for overlap in BOTH:
         twins = build_overlapped_twins(ADAMW, overlap=overlap)
         twins.train(setup, 4)
@@ -1045,7 +1022,7 @@ def _reentrant_checkpoints_without_a_static_graph_equal_plain_passes(setup: Setu
 
 @case(2, 3, 4)
 def _one_rank_that_owns_almost_all_elements_equals_ddp(setup: Setup) -> None:
-    """One rank owns almost everything, so what its peers send does not fit at once."""
+    """What its peers send does not fit at once."""
     for numels in ([4001, 3, 2, 1], [5000], [1, 1, 1]):
         torch.manual_seed(0)
         model = Weights(numels)

@@ -32,6 +32,7 @@ from tests.multiproc.cases import (
     optimizer_case,
     sharded_twins,
     split_groups,
+    step_on,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
@@ -46,9 +47,7 @@ def _consolidated_equals_the_plain_state_dict(setup: Setup) -> None:
     for position, case in enumerate(OPTIMIZERS):
         twins = build_twins(case, groups=1 + position % 2, parameters_as_bucket_view=bool(position % 2))
         target = position % setup.world_size
-        twins.opt.consolidate_state_dict(to=target)
-        if setup.rank == target:
-            assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), f"{case.name} before the first step")
+        twins.assert_same_state(f"{case.name} before the first step", to=target)
         twins.train(setup, 3)
         twins.opt.consolidate_state_dict(to=target)
         if setup.rank == target:
@@ -79,9 +78,7 @@ def _states_are_in_the_order_in_which_the_plain_optimizer_made_them(setup: Setup
         assert_identical(expected, twins.opt.state_dict(), "state dict")
     twins.opt.load_state_dict(expected)
     train_without_ddp(twins, 1)
-    twins.opt.consolidate_state_dict(to=setup.world_size - 1)
-    if setup.rank == setup.world_size - 1:
-        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "state dict after loading")
+    twins.assert_same_state("state dict after loading", to=setup.world_size - 1)
 
 
 def train_without_ddp(twins: Twins, steps: int) -> None:
@@ -193,7 +190,7 @@ def _save_unsharded(setup: Setup, path: str) -> None:
 
 
 @case(1, 2)
-def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
+def _a_loaded_state_dict_is_not_changed_by_the_load_or_later_steps(setup: Setup) -> None:
     twins = build_twins(ADAMW, groups=2)
     twins.train(setup, 2)
     whole = copy.deepcopy(twins.plain.state_dict())
@@ -349,9 +346,7 @@ def _groups_kept_from_before_a_load_keep_their_values(setup: Setup) -> None:
             opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **mode)
         plain = torch.optim.AdamW(build_model().parameters(), lr=0.1)
         inputs, targets = next(batches(setup.rank, 1))
-        loss_of(ddp, inputs, targets).backward()
-        opt.step()
-        opt.zero_grad()
+        step_on(opt, loss_of(ddp, inputs, targets))
         folder = setup.folder / str(number)
         checkpoint.save(folder, ddp, opt, step=1)
         state = copy.deepcopy(opt.state_dict())
@@ -375,9 +370,7 @@ def _groups_kept_from_before_a_load_keep_their_values(setup: Setup) -> None:
             assert opt.param_groups[0]["params"] == kept_group["params"]
             opt.param_groups[0]["lr"] = kept_group["lr"]  # as a script that goes on with its own rate
             before = copy.deepcopy(ddp.module)
-            loss_of(ddp, inputs, targets).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, loss_of(ddp, inputs, targets))
             assert opt.param_groups[0]["lr"] == 0.3
             pairs = zip(before.parameters(), ddp.parameters(), strict=True)
             assert not any(torch.equal(one, other) for one, other in pairs), "nothing moved"

@@ -42,6 +42,7 @@ from tests.multiproc.cases import (
     build_twins,
     loss_of,
     optimizer_case,
+    step_on,
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Outcome, Setup, kill_this_process, run_ranks, run_ranks_to_end
@@ -84,7 +85,7 @@ def check(twins: Twins, what: str) -> None:
 
 
 @case(2, 3)
-def _masters_that_follow_the_model_before_the_first_step(setup: Setup) -> None:
+def _masters_in_a_state_dict_before_the_first_step_equal_the_model(setup: Setup) -> None:
     model = build_model().to(torch.bfloat16)
     params = list(model.parameters())
     opt = ZeroRedundancyOptimizer(params[:6], torch.optim.Adagrad, lr=0.1, master_weights=True)
@@ -129,7 +130,7 @@ def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup, 
 
 
 @case(8, 16, marks=[pytest.mark.nightly])
-def _many_ranks_ask_at_once(setup: Setup) -> None:
+def _state_dict_asked_for_by_many_ranks_at_once_is_the_plain_one(setup: Setup) -> None:
     twins = MODES["stage 2"]()
     for asking in (set(range(setup.world_size)), {setup.world_size - 1}):
         twins.train(setup, 1)
@@ -221,9 +222,7 @@ def _declared_objects_in_the_state_are_sent_and_undeclared_ones_refused(setup: S
 
         def train(number: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
             for model, optimizer in pairs:
-                loss_of(model, *next(batches(setup.rank, 1, number))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_on(optimizer, loss_of(model, *next(batches(setup.rank, 1, number))))
 
         train(0, (models[0], plain))
         with pytest.warns(UserWarning, match=undeclared) if not place else nullcontext() as told:
@@ -254,7 +253,7 @@ def _declared_objects_in_the_state_are_sent_and_undeclared_ones_refused(setup: S
 
 
 @case(2)
-def _a_rank_that_computes_sleeps_or_loads_answers(setup: Setup) -> None:
+def _state_dict_during_another_ranks_computation_is_the_plain_one(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
     done = setup.folder / "done"
@@ -284,9 +283,7 @@ def _state_dict_of_one_rank_has_masters_and_the_loss_scale(setup: Setup) -> None
             parameters_as_bucket_view=True,
         )
         for inputs, targets in batches(setup.rank, 3):
-            opt.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, opt.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())))
         found = opt.state_dict() if setup.rank == 1 else {}
         opt.consolidate_state_dict(to=1)
         if setup.rank == 1:
@@ -669,7 +666,7 @@ def test_the_time_out_is_that_of_progress_not_of_the_whole() -> None:
 
 
 @case(2, 4, few=every_other(MODES, 1), every=MODES)
-def _one_rank_has_the_state_dict(setup: Setup, configurations: Builds) -> None:
+def _a_state_dict_that_one_rank_loads_reaches_all_ranks(setup: Setup, configurations: Builds) -> None:
     for name, build in configurations.items():
         twins = build()
         twins.train(setup, 2)
@@ -688,7 +685,7 @@ def _one_rank_has_the_state_dict(setup: Setup, configurations: Builds) -> None:
 
 
 @case(2)
-def _one_rank_has_the_masters(setup: Setup) -> None:
+def _masters_that_one_rank_loads_reach_all_ranks(setup: Setup) -> None:
     def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         model = DistributedDataParallel(build_model(seed).to(torch.bfloat16))
         return model, shard_optimizer(
@@ -697,9 +694,7 @@ def _one_rank_has_the_masters(setup: Setup) -> None:
 
     def train(model: nn.Module, opt: ZeroRedundancyOptimizer, seed: int) -> None:
         for inputs, targets in batches(setup.rank, 3, seed):
-            opt.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())).backward()
-            opt.step()
-            opt.zero_grad()
+            step_on(opt, opt.scale(loss_of(model, inputs.bfloat16(), targets.bfloat16())))
 
     model, opt = build(0)
     train(model, opt, 0)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of
+from tests.multiproc.cases import Twins, assert_identical, batches, build_model, loss_of, step_on
 from tests.multiproc.harness import Cases, Setup
 from tests.pairwise import Modes, every_other
 
@@ -163,7 +163,7 @@ def _each_parameter_is_stepped_by_its_owners_gradient_alone(setup: Setup, config
             for batch in batches(setup.rank, 9):
                 for model, opt in twins.sides:
                     loss_of(model, *batch).backward()
-                    opt.step()
+                    opt.step()  # the line that is named below
                     opt.zero_grad()
                 if name == "cut":
                     continue
@@ -397,9 +397,7 @@ def _a_hook_that_stops_averaging_under_join_is_refused(setup: Setup) -> None:
 def _train_under_join(twins: Twins, setup: Setup) -> None:
     with Join([twins.model, twins.opt]):
         for batch in batches(setup.rank, 6 - setup.rank):
-            loss_of(twins.model, *batch).backward()
-            twins.opt.step()
-            twins.opt.zero_grad()
+            step_on(twins.opt, loss_of(twins.model, *batch))
 
 
 @case(2)

@@ -111,7 +111,7 @@ def _a_step_inside_backward_leaves_out_what_no_rank_has_used(
 
 
 @case(4, marks=[pytest.mark.nightly])
-def _and_so_it_does_in_shard_groups(setup: Setup) -> None:
+def _a_step_inside_backward_in_shard_groups_leaves_out_what_no_rank_has_used(setup: Setup) -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     twins = twins_of(FINDS, shard_group=groups[setup.rank // 2])
     plans = any_plans(setup, 1)
@@ -159,7 +159,7 @@ def _a_graph_over_parameters_that_a_step_has_left_out_stays_usable(setup: Setup)
 
 
 @case(2, 3)
-def _a_rank_may_run_out_of_inputs(setup: Setup) -> None:
+def _a_rank_that_runs_out_of_inputs_under_join_leaves_the_others_equal_to_ddp(setup: Setup) -> None:
     for stage, lead in product((1, 2), (0, setup.world_size - 1)):
         twins = twins_of(FINDS, stage)
         for ddp, optimizer in twins.sides:

@@ -219,7 +219,9 @@ def _gradients_zeroed_in_any_way_equal_ddp(setup: Setup, configurations: list[tu
 
 
 @case(2, few=_each_way([*MODES][1::3]), every=_each_way_at_each_place(MODES))
-def _parameters_without_a_gradient_are_stepped_by_zeros(setup: Setup, configurations: list[tuple[str, range]]) -> None:
+def _unused_parameters_with_zeroed_gradients_are_stepped_as_by_ddp(
+    setup: Setup, configurations: list[tuple[str, range]]
+) -> None:
     for mode, programs in configurations:
         _train(setup, mode, programs, find_unused_parameters=True)
 
@@ -274,7 +276,7 @@ def _gradients_zeroed_with_masters_equal_dropped_ones(setup: Setup, configuratio
 
 
 @case(2, 3, few=ADDING[::2], every=ADDING)
-def _averages_add_up_on_top_of_zeros(setup: Setup, configurations: list[str]) -> None:
+def _passes_in_accumulate_after_zeroing_equal_those_after_dropping(setup: Setup, configurations: list[str]) -> None:
     """`opt.accumulate()` after zeroing, also in the middle, is as after dropping."""
     for mode in configurations:
         models = []
@@ -295,7 +297,7 @@ def _averages_add_up_on_top_of_zeros(setup: Setup, configurations: list[str]) ->
 
 
 @case(2)
-def _a_step_without_a_pass_uses_the_zeros(setup: Setup) -> None:
+def _a_step_without_a_pass_after_zeroing_equals_ddp(setup: Setup) -> None:
     for mode in WAITING:
         pair, data = sides(mode), inputs_of(setup)
         for step in range(6):
@@ -309,7 +311,7 @@ def _a_step_without_a_pass_uses_the_zeros(setup: Setup) -> None:
 
 
 @case(2)
-def _a_penalty_may_be_all_that_is_added(setup: Setup) -> None:
+def _a_penalty_outside_the_model_after_zeroing_equals_ddp(setup: Setup) -> None:
     """A pass outside the model, the same on every rank: all other gradients are still zeros."""
     for mode in WAITING:
         pair, data = sides(mode), inputs_of(setup)
@@ -326,7 +328,7 @@ def _a_penalty_may_be_all_that_is_added(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _zeros_can_be_read_and_changed(setup: Setup) -> None:
+def _zeroed_gradients_can_be_read_and_changed(setup: Setup) -> None:
     for mode in STAGE_2:
         for zero in (OPT_ZERO_GRAD, WAYS[3]):
             side, data = sides(mode)[1], inputs_of(setup)
@@ -366,7 +368,7 @@ LATER_FROZEN = ("second.weight", "second.bias")
 @case(
     2, few=[(mode, LATER_FROZEN[place % 2]) for place, mode in enumerate(MODES)], every=[*product(MODES, LATER_FROZEN)]
 )
-def _parameters_frozen_later_are_stepped_by_their_zeros(setup: Setup, configurations: list[tuple[str, str]]) -> None:
+def _parameters_frozen_after_zeroing_are_stepped_as_by_ddp(setup: Setup, configurations: list[tuple[str, str]]) -> None:
     for mode, name in configurations:
         plain, sharded = sides(mode, find_unused_parameters=True)
         for step, inputs in zip(range(4), inputs_of(setup), strict=False):
@@ -378,7 +380,7 @@ def _parameters_frozen_later_are_stepped_by_their_zeros(setup: Setup, configurat
 
 
 @case(2)
-def _after_dropping_them_there_is_no_step_to_wait_for_before_a_save(setup: Setup) -> None:
+def _a_save_after_dropping_gradients_of_a_waiting_step_is_not_refused(setup: Setup) -> None:
     for mode in WAITING:
         plain, sharded = sides(mode)
         for step, inputs in zip(range(4), inputs_of(setup), strict=False):
@@ -397,7 +399,7 @@ def _after_dropping_them_there_is_no_step_to_wait_for_before_a_save(setup: Setup
 
 
 @case(2)
-def _a_gradient_that_was_forgotten_is_still_named(setup: Setup) -> None:
+def _a_gradient_that_was_not_zeroed_is_refused_with_its_name(setup: Setup) -> None:
     side, data = sides("stage 2")[1], inputs_of(setup)
     for _ in range(3):
         side.backward(next(data))

@@ -144,3 +144,9 @@ class TwoMemories(TorchDispatchMode):
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._side
+
+
+def assert_away(opt: Any) -> None:
+    """What is stepped is no parameter of the device."""
+    params = {id(param) for group in opt.param_groups for param in group["params"]}
+    assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
