@@ -66,7 +66,7 @@ def exchange(comm: Communicator, buckets: list[Tensor], recv_buffer: Tensor) -> 
     for index, bucket in enumerate(buckets):
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
-        segment_reduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait()
+        segment_reduction(comm, bucket, parts, recv_buffer, (0, index), NUMEL, 1 / RANKS).start(own).wait("a reduction")
         comm.start_all_gather(parts, (0, index)).wait("the sync")
 
 

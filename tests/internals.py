@@ -34,6 +34,26 @@ from ddp_zero.parallel.joint_decision import NormLevel
 from ddp_zero.parallel.whole import Cut
 from ddp_zero.snapshots import Snapshots
 
+# Programs
+
+
+def recompile(opt: ZeroRedundancyOptimizer) -> None:
+    """Have the next pass and step bind their calls anew, to functions that a test has replaced."""
+    hook = opt._engine.attachment.hook
+    if hook is not None:
+        hook._steps._compiled_for = ()
+    opt._engine.runner._bound = ()
+
+
+@contextmanager
+def replaced(opt: ZeroRedundancyOptimizer, owner: type, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """A method of the library is another function, also for the programs of an optimizer."""
+    with mock.patch.object(owner, name, function):
+        recompile(opt)
+        yield
+    recompile(opt)
+
+
 # The plan: who owns which parameters
 
 

@@ -30,7 +30,9 @@ def sum_and_gather(comm: Communicator, whole: torch.Tensor, spread: float = 0.0)
     ends = accumulate(mean * (1 + spread * (2 * place / last - 1)) for place in places)
     parts = list(whole.tensor_split([round(end) for end in ends][:-1]))
     recv_buffer = _receive_buffer(comm, parts)
-    segment_reduction(comm, whole, parts, recv_buffer, (0, 0), whole.numel()).start(parts[comm.group_rank]).wait()
+    segment_reduction(comm, whole, parts, recv_buffer, (0, 0), whole.numel()).start(parts[comm.group_rank]).wait(
+        "a reduction"
+    )
     comm.start_all_gather(parts, (0, 1)).wait("the gather")
 
 
@@ -63,7 +65,7 @@ def sum_of_bf16_directly(comm: Communicator, whole: torch.Tensor) -> None:
     parts = list(whole.bfloat16().tensor_split(comm.world_size))
     out = whole.new_empty(parts[comm.group_rank].numel())
     recv_buffer = _receive_buffer(comm, parts)
-    segment_reduction(comm, torch.cat(parts), parts, recv_buffer, (0, 0), whole.numel()).start(out).wait()
+    segment_reduction(comm, torch.cat(parts), parts, recv_buffer, (0, 0), whole.numel()).start(out).wait("a reduction")
 
 
 def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
@@ -72,7 +74,9 @@ def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
     with mock.patch.multiple(communicator, RING_BYTES=0, RING_RANKS=2):
         parts = list(whole.tensor_split(comm.world_size))
         recv_buffer = _receive_buffer(comm, parts)
-        segment_reduction(comm, whole, parts, recv_buffer, (0, 0), whole.numel()).start(parts[comm.group_rank]).wait()
+        segment_reduction(comm, whole, parts, recv_buffer, (0, 0), whole.numel()).start(parts[comm.group_rank]).wait(
+            "a reduction"
+        )
 
 
 WAYS: Mapping[str, Exchange] = {

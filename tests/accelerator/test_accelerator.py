@@ -181,7 +181,7 @@ def test_a_missing_join_is_a_wrong_number_when_work_is_late() -> None:
 
 # Work of the host
 
-CALLS = {"whole": 68, "cut": 68, "clipped": 62, "masters": 82, "stage 1": 55}
+CALLS = {"whole": 57, "cut": 57, "clipped": 56, "masters": 74, "stage 1": 53}
 """Of Python and C functions for a further bucket, by mode; DDP has none."""
 
 

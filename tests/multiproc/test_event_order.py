@@ -24,6 +24,10 @@ from tests.multiproc.harness import Setup, run_ranks
 Event = tuple[Any, ...]
 
 
+def _bucket_of(reduction: DirectReduceScatter, *_: object) -> int:
+    return reduction.bucket
+
+
 @contextmanager
 def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
     """Log reductions, steps, syncs and messages as they are issued, pausing before each."""
@@ -42,10 +46,8 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
             "allreduce",
             logged("reduce", dist.ProcessGroup.allreduce, lambda _, t, *__: t[0].numel()),
         ),
-        mock.patch.object(
-            DirectReduceScatter, "start", logged("reduce", DirectReduceScatter.start, lambda one, _: one.bucket)
-        ),
-        mock.patch.object(DirectReduceScatter, "wait", logged("sum", DirectReduceScatter.wait, lambda one: one.bucket)),
+        mock.patch.object(DirectReduceScatter, "post", logged("reduce", DirectReduceScatter.post, _bucket_of)),
+        mock.patch.object(DirectReduceScatter, "wait", logged("sum", DirectReduceScatter.wait, _bucket_of)),
         mock.patch.object(
             StepRunner, "step_bucket", logged("step", StepRunner.step_bucket, lambda _, own, *__: own.bucket.index)
         ),

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.reduction import Reduction, recv_numel, segment_reduction, sum_dtype
+from ddp_zero.core.comm.exchange import InFlight
+from ddp_zero.core.comm.reduction import name_of_reduction, recv_numel, segment_reduction, sum_dtype
 from tests import internals
 from tests.multiproc.cases import gathered
 from tests.multiproc.harness import Setup, run_ranks
@@ -51,10 +53,14 @@ def _random_reductions(setup: Setup) -> int:
         with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
             recv_buffer = torch.empty(needed, dtype=dtype)
             reduction = segment_reduction(comm, whole, parts, recv_buffer, (7, trial), numel).start(out)
-            reduction.wait()
+            reduction.wait("a reduction")
         assert torch.equal(out, expected[start : start + sizes[setup.rank]]), f"trial {trial}: {sizes} {dtype}"
-        reduction.wait()
+        reduction.wait("a reduction")
         assert torch.equal(out, expected[start : start + sizes[setup.rank]]), "asked twice"
+        of_other_memory = weakref.ref(out)
+        is_in_place = out is own
+        del out
+        assert is_in_place or of_other_memory() is None, "a prepared reduction keeps no other memory"
     return 40
 
 
@@ -62,7 +68,7 @@ def _random_rings(setup: Setup) -> int:
     """Sums of which some are not waited for at once, between gathers."""
     comm = Communicator(None)
     everywhere = random.Random(1)
-    pending: list[tuple[Reduction, Tensor, Tensor]] = []
+    pending: list[tuple[InFlight, Tensor, Tensor]] = []
     for trial in range(40):
         sizes = [everywhere.choice([0, 0, 1, 3, 50, 3000]) for _ in range(setup.world_size)]
         numel, dtype = sum(sizes), everywhere.choice([torch.float32, torch.float64, torch.complex64])
@@ -86,7 +92,7 @@ def _random_rings(setup: Setup) -> int:
             while pending:
                 reduction, place, total = pending.pop()
                 for _ in range(2):
-                    reduction.wait()
+                    reduction.wait("a reduction")
                     assert torch.equal(place, total), f"trial {trial}: {sizes} {dtype}"
     return 40
 
@@ -111,7 +117,7 @@ def _without_direct_messages(setup: Setup) -> None:
     reduction = segment_reduction(comm, whole, parts, whole.new_empty(0), (1, 1), 10)
     for _ in range(2):
         whole.copy_(torch.arange(10.0) * (setup.rank + 1))
-        reduction.start(out).wait()
+        reduction.start(out).wait("a reduction")
         assert torch.equal(out, expected)
 
 
@@ -127,7 +133,7 @@ def _ranks_that_disagree(setup: Setup) -> None:
     reduction = segment_reduction(comm, whole, parts, torch.empty(4), (1, setup.rank), 8).start(parts[setup.rank])
     for _ in range(2):  # never the segment as it was, however often it is asked for
         with pytest.raises(RuntimeError, match=rf"Expected rank {1 - setup.rank} .*reduction of bucket {setup.rank}"):
-            reduction.wait()
+            reduction.wait(name_of_reduction(setup.rank))
 
 
 def test_ranks_that_disagree_about_the_bucket_are_refused() -> None:
@@ -175,11 +181,11 @@ def _interrupted_waits(setup: Setup) -> list[str]:
             if setup.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
                 try:
-                    summed.wait()
+                    summed.wait("a reduction")
                 except _Stop:
                     interrupted.append(route)
             for _ in range(2):
-                summed.wait()
+                summed.wait("a reduction")
                 assert torch.equal(out, expected), route
         dist.barrier()
     return interrupted
@@ -196,9 +202,9 @@ def _interrupted_sum(setup: Setup) -> None:
     with mock.patch("ddp_zero.core.comm.reduction.sum_in_order", return_value=[_stop]):
         summed = segment_reduction(comm, whole, parts, torch.empty(5), (9, 0), 10).start(torch.empty(5))
     with pytest.raises(_Stop):
-        summed.wait()
+        summed.wait("a reduction")
     with pytest.raises(RuntimeError, match=r"interrupted .*bucket 0, which is not complete. Call opt.reset\(\)"):
-        summed.wait()
+        summed.wait("a reduction")
 
 
 def test_a_sum_that_was_interrupted_halfway_is_refused() -> None:

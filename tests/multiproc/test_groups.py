@@ -220,7 +220,7 @@ def _a_sum_without_a_waiter_ends_and_frees_its_memory(setup: Setup) -> None:
     whole = torch.full((6,), float(setup.rank))
     parts = list(whole.split(3))
     out = parts[ranks.shard.group_rank]
-    prepare_reduction(ranks, whole, parts, torch.empty(6), (7, 0), 6)(out)
+    prepare_reduction(ranks, whole, parts, torch.empty(6), (7, 0), 6).start(out)
     deadline = time.monotonic() + 20
     while ring.unfinished and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -214,6 +214,7 @@ def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
                 return step(*args, **kwargs)
 
             patch.setattr(StepRunner, "step_bucket", gone)
+            internals.recompile(opt)
         with pytest.raises(RuntimeError, match=r"rank 1 \(global rank 1\)"):
             _train(model, opt, setup.rank, 1)
     if how == "stopped":

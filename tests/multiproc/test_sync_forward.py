@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.exchange import Exchange
 from ddp_zero.core.comm.parameter_sync import BucketSync
+from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step import coupling
 from ddp_zero.values.placeholders import Awaited
 from tests import internals
@@ -315,10 +316,10 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
     """The other rank is late with everything it sends."""
     start = BucketSync.start
 
-    def late(sync: BucketSync, without: set[Tensor] | None) -> None:
+    def late(sync: BucketSync, source: GradientSource) -> None:
         if setup.rank == 1:
             time.sleep(0.01)
-        start(sync, without)
+        start(sync, source)
 
     with mock.patch.object(BucketSync, "start", late), mock.patch.object(Exchange, "wait", _slow_wait):
         twins = late_by()
@@ -507,15 +508,15 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     waited: list[int] = []
     start, receive = BucketSync.start, BucketSync.receive
 
-    def sending(one: BucketSync, without: set[Tensor] | None) -> None:
+    def sending(one: BucketSync, source: GradientSource) -> None:
         sent.append(one.bucket.index)
-        start(one, without)
+        start(one, source)
 
     def receiving(one: BucketSync) -> None:
         waited.append(one.bucket.index)
         receive(one)
 
-    with mock.patch.object(BucketSync, "start", sending), mock.patch.object(BucketSync, "receive", receiving):
+    with internals.replaced(opt, BucketSync, "start", sending), mock.patch.object(BucketSync, "receive", receiving):
         step_on(opt, ddp(torch.ones(2, 16)).sum())
         assert not waited
         hidden = torch.ones(2, 16)
@@ -541,7 +542,7 @@ def _peer_dies(setup: Setup) -> str:
     twins = late_by()
     go_on(twins)
     if setup.rank == 1:
-        with mock.patch.object(BucketSync, "start", side_effect=lambda *_: kill_this_process()):
+        with internals.replaced(twins.opt, BucketSync, "start", lambda *_: kill_this_process()):
             train_step(twins.model, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
     train_step(twins.model, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
     told = ""
@@ -663,17 +664,17 @@ def _backward_through_a_graph_from_before_the_step_is_refused(setup: Setup) -> N
 
 
 @contextmanager
-def _late(rank: int, seconds: float) -> Iterator[None]:
+def _late(opt: ZeroRedundancyOptimizer, rank: int, seconds: float) -> Iterator[None]:
     """A rank sends its parameters late, once; no step meanwhile ends with a collective that would wait for them."""
     start, sleeps = BucketSync.start, [seconds]
 
-    def late(sync: BucketSync, without: set[Tensor] | None) -> None:
+    def late(sync: BucketSync, source: GradientSource) -> None:
         if dist.get_rank() == rank and sleeps:
             time.sleep(sleeps.pop())
-        start(sync, without)
+        start(sync, source)
 
     with (
-        mock.patch.object(BucketSync, "start", late),
+        internals.replaced(opt, BucketSync, "start", late),
         mock.patch.object(coupling, "is_checked_step", return_value=False),
     ):
         yield
@@ -695,7 +696,7 @@ def _threads_that_use_a_parameter_in_flight_all_wait_for_it(setup: Setup) -> Non
     for late_rank in (0, 1):
         inputs, targets = next(twins.feed)
         train_step(twins.plain_model, twins.plain, inputs, targets)
-        with _late(late_rank, 0.3):
+        with _late(twins.opt, late_rank, 0.3):
             train_step(twins.model, twins.opt, inputs, targets)
             threads = [threading.Thread(target=use) for _ in range(3)]
             for thread in threads:
@@ -722,7 +723,7 @@ def _interrupt_a_wait(setup: Setup) -> bool:
     inputs, targets = next(twins.feed)
     train_step(twins.plain_model, twins.plain, inputs, targets)
     has_stopped = False
-    with _late(1, 0.6):
+    with _late(twins.opt, 1, 0.6):
         train_step(twins.model, twins.opt, inputs, targets)
         if setup.rank == 0:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -762,7 +763,7 @@ def _a_module_waits_for_its_parameters_before_functions_that_do_not_wait(setup: 
     for inputs, targets in data:
         train_step(twins.plain_model, twins.plain, inputs, targets)
     for step, (inputs, targets) in enumerate(data):
-        with _late(step % 2, 0.1):
+        with _late(twins.opt, step % 2, 0.1):
             train_step(twins.model, twins.opt, inputs, targets)
     check(twins)
 
@@ -784,7 +785,7 @@ def _scripted(setup: Setup, how: str) -> None:
     for inputs, targets in data:
         train_step(expected, reference, inputs, targets)
     for step, (inputs, targets) in enumerate(data):
-        with _late(step % 2, 0.05):
+        with _late(opt, step % 2, 0.05):
             train_step(ddp, opt, inputs, targets)
     opt.finish_sync()
     assert_same_values(expected.module, ddp.module, how)

@@ -7,9 +7,9 @@ this table alone.
     phase      event                            next phase   what the hook does
     REST       pass_began                       RUNNING      none
     STEPPED    pass_began                       RUNNING      none; an error if the user joins steps by opt.step()
-    RUNNING    bucket_arrived(i)                RUNNING      step bucket i - lag
-    RUNNING    bucket_arrived(last)             STEPPED      step all buckets that are left, end the step
-    RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
+    RUNNING    step_began                       RUNNING      step bucket 0, and from then on bucket i - lag
+    RUNNING    last_bucket_arrived              STEPPED      step all buckets that are left, end the step
+    RUNNING    last_bucket_arrived, deferred    REDUCED      none: the reducer must publish the gradients first
     REDUCED    backward_finished                STEPPED      all buckets are stepped now
     REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
     WAITING    pass_began                       RUNNING      none: more gradients
@@ -204,7 +204,7 @@ class OverlapMachine:
         self.where = where
         self.user_calls_step = self.has_complained = False
         self.has_failed = False
-        self.backwards_since_step = self._arrived = self._due = 0
+        self.backwards_since_step = 0
         self._clear()
 
     @property
@@ -229,21 +229,14 @@ class OverlapMachine:
         self._regime, self.has_failed = regime, False
         self.backwards_since_step += regime is not Regime.REDUCE_ONLY
 
-    def bucket_arrived(self, bucket: int, due: int, is_last: bool) -> None:
-        """A bucket's gradients are ready on this rank and its reduction was started.
+    def step_began(self) -> None:
+        """The first bucket that is due is about to be stepped, before the last one has arrived."""
+        self._is_stepping = True
 
-        Args:
-            bucket: its index in the plan; buckets arrive from 0 up.
-            due: how many buckets of the pass will then have been stepped, by `turns`.
-            is_last: whether it is the last of this backward pass. In phase STEPPED the step ends with it.
-        """
-        if bucket != self._arrived or self.phase is not Phase.RUNNING:
-            raise self.out_of_order(bucket, self._arrived)
-        self._arrived = bucket + 1
-        self._due = due
-        if is_last:
-            overlapped = self._regime is Regime.OVERLAPPED
-            self._go(_Event.LAST_BUCKET if overlapped else _Event.LAST_BUCKET_DEFERRED)
+    def last_bucket_arrived(self) -> None:
+        """The last bucket's gradients are ready on this rank; in phase STEPPED the step ends with it."""
+        overlapped = self._regime is Regime.OVERLAPPED
+        self._go(_Event.LAST_BUCKET if overlapped else _Event.LAST_BUCKET_DEFERRED)
 
     def out_of_order(self, bucket: int, expected: int) -> RuntimeError:
         """The error for a bucket whose turn it is not."""
@@ -336,7 +329,7 @@ class OverlapMachine:
     @property
     def is_torn(self) -> bool:
         """True after a backward pass that was interrupted while it stepped."""
-        return (self.phase is Phase.RUNNING and self._due > 0) or (self.phase is Phase.STEPPED and self.has_failed)
+        return (self.phase is Phase.RUNNING and self._is_stepping) or (self.phase is Phase.STEPPED and self.has_failed)
 
     def check_whole(self, what: str) -> None:
         """RuntimeError if `is_torn`."""
@@ -392,7 +385,7 @@ class OverlapMachine:
         self._clear()
 
     def _clear(self) -> None:
-        self._arrived = self._due = 0
+        self._is_stepping = False
         self._regime = Regime.OVERLAPPED
 
     def _go(self, event: _Event) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients
@@ -62,15 +63,20 @@ def compile_pass(
             wait = _on_stream_of(earlier, bucket, [(earlier.waiting, earlier.wait)])
             acts = [*acts, *wait] if bucket.starts_early else [*wait, *acts]
             waited.add(place - 1)
-        acts.append((None, partial(machine.bucket_arrived, place, due.stop, is_last)))
+        if is_last:
+            acts.append((None, machine.last_bucket_arrived))
+        elif due and due.start == 0:
+            acts.append((None, machine.step_began))
         if due and (due.start == 0 or gradients.is_users):
             acts.append((None, partial(begin, due)))
         for index in due:
             stepped = buckets[index]
             first: list[Act] = [] if index in waited else [(stepped.waiting, stepped.wait)]
             step: list[Act] = [(label, partial(act, stepped)) for label, act in runner.acts(index)]
-            free: list[Act] = [(None, stepped.release)] if gradients.shares_memory else []
-            acts += _on_stream_of(stepped, bucket, [*first, *step, *free])
+            of_bucket = [*first, *step]
+            if gradients.shares_memory:
+                of_bucket.append((of_bucket[-1][0] if of_bucket else None, stepped.release))
+            acts += _on_stream_of(stepped, bucket, of_bucket)
             waited.add(index)
         if not due and gradients.shares_memory:
             for kept in buckets[max(0, place - 1) : place]:
@@ -78,7 +84,7 @@ def compile_pass(
         run = runner.shard.trace.sequence(acts)
         if (context := _context(bucket)) is not None:
             run = partial(_within, context, run)
-        found.append(Program(run, [label for label, _ in acts if label is not None]))
+        found.append(Program(run, [label for label, _ in groupby(acts, itemgetter(0)) if label is not None]))
     return found
 
 

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ddp_zero.core.backward.bucket_gradients import BucketGradients, UsageCounts
 from ddp_zero.core.backward.scratch_buffers import BucketMemory, Buffer, SideStream, memory_of
-from ddp_zero.core.comm.reduction import Reduction, can_scale_in_sum, prepare_reduction, recv_numel, sum_dtype
+from ddp_zero.core.comm.exchange import InFlight
+from ddp_zero.core.comm.reduction import (
+    can_scale_in_sum,
+    name_of_reduction,
+    prepare_reduction,
+    recv_numel,
+    sum_dtype,
+)
 from ddp_zero.core.ddp.reducer import Window
 from ddp_zero.core.plan.buckets import aligned
 from ddp_zero.core.plan.ownership import part_between
@@ -203,11 +210,12 @@ class OwnedUsageCounts(UsageCounts):
             self._owned = layout.owned
             self._counts = parts[context.comm.group_rank]
             subject = (shard.binding.digest, layout.index, _USERS)
-            start = prepare_reduction(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
-            self._reduction = start(self._counts)
+            prepared = prepare_reduction(shard.ranks, whole, parts, recv_buffer, subject, whole.numel())
+            self._reduction = prepared.start(self._counts)
+            self._what = name_of_reduction(layout.index)
 
     def wait(self) -> None:
-        self._reduction.wait()
+        self._reduction.wait(self._what)
 
     def unused(self) -> set[int]:
         return {index for index, count in zip(self._owned, self._counts.tolist(), strict=False) if not count}
@@ -239,7 +247,8 @@ class ScratchBucket(BucketGradients):
     flat: Tensor
     _scratch: Buffer
     _own: Tensor  # the place of its sum in the scratch
-    _begin: Callable[[Tensor], Reduction]
+    _is_in_place: bool  # whether its sum lies there once it was reduced
+    _reduce: Callable[..., InFlight]  # starts the reduction; takes the memory of a sum that is not in place
 
     def __init__(
         self, context: ReduceContext, layout: ScratchLayout, compile_all: Callable[[], object], without: set[Tensor]
@@ -252,7 +261,8 @@ class ScratchBucket(BucketGradients):
         self._before: list[Callable[[], object]] = []  # before the messages
         self._after: list[Callable[[Tensor], object]] = []  # on a sum that has arrived
         self._wide: torch.dtype | None = None  # of a sum that is not in place
-        self._reduction: Reduction | None = None
+        self._reduction: InFlight | None = None
+        self._what = name_of_reduction(layout.index)
         self._sum: Tensor | None = None
         self._own_windows: dict[int, Tensor] = {}  # of sums that are in place in the scratch and ready to be used
         self._own_gradients: list[Tensor | None] = []  # the same
@@ -309,7 +319,9 @@ class ScratchBucket(BucketGradients):
         # a sum has more digits than the bucket's dtype where the backend does not add up itself
         if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
             after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        self._begin = prepare_reduction(ranks, whole, parts, slots, subject, limit, factor)
+        prepared = prepare_reduction(ranks, whole, parts, slots, subject, limit, factor)
+        self._is_in_place = self._wide is None and smaller is None
+        self._reduce = prepared.in_place if self._is_in_place else prepared.start
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[begin:end] for begin, end in self.layout.ranges]
@@ -351,14 +363,19 @@ class ScratchBucket(BucketGradients):
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
         for prepare in self._before:
             prepare()
-        total = self._own if self._wide is None else torch.empty_like(self._own, dtype=self._wide)
-        self._sum, self._gradients, self._reduction = total, self._own_windows, self._begin(total)
+        self._sum, self._gradients = self._own, self._own_windows
+        if self._is_in_place:
+            self._reduction = self._reduce()
+            return
+        if self._wide is not None:
+            self._sum = torch.empty_like(self._own, dtype=self._wide)
+        self._reduction = self._reduce(self._sum)
 
     def wait(self) -> None:
         """Block until the sum is complete, with the sums of earlier passes, within `on_stream` and `waiting`."""
         if self._reduction is None:
             return
-        self._reduction.wait()
+        self._reduction.wait(self._what)
         if self.usage is not None:
             self.usage.wait()
         if self._after:

@@ -109,7 +109,7 @@ class Buffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         side.record_use(self.memory)  # now, so that it may be dropped at any time
         self._device = device
-        self._side = side
+        self._stream = side.stream(device) if self.has_streams else None
         self._last_use: torch.Event | None = None
 
     def lend(self) -> None:
@@ -122,9 +122,9 @@ class Buffer:
     def give_back(self) -> None:
         """All work that uses it has been issued; called on the side stream, which is behind the current stream."""
         self.is_lent = False
-        if self.has_streams:
+        if self._stream is not None:
             # behind all that the current stream has written there: this stream waited for it when it was entered
-            self._last_use = self._side.stream(self._device).record_event(self._last_use)
+            self._last_use = self._stream.record_event(self._last_use)
 
     def rest(self) -> None:
         """Give back its pages; nobody writes to it before it is lent, or pointed at, again."""

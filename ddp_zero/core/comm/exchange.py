@@ -2,7 +2,7 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -107,7 +107,7 @@ class LocalWork:
     They cannot be resumed: after an exception has interrupted them, `wait` raises ``interruption``.
 
     Attributes:
-        is_due: whether they are still to run; to be set before the messages are posted again.
+        is_due: whether they are still to run; set by each post of the messages.
     """
 
     def __init__(self, operations: Sequence[Callable[[], object]], interruption: RuntimeError) -> None:
@@ -280,19 +280,6 @@ def bind_messages(
     return [post for post, _ in posted], [peer for _, peer in posted]
 
 
-def post_all(posts: Iterable[tuple[int, Post]], works: list[Any], tag: int) -> None:
-    """Post messages in this order, and put the work of each into its place among ``works``."""
-    _enable_record_function(False)  # see `start_unrecorded`
-    try:
-        for place, post in posts:
-            try:
-                works[place] = post(tag)
-            except RuntimeError as error:  # the peer is known to be gone: `Exchange.wait` raises this
-                works[place] = FailedWork(error)
-    finally:
-        _enable_record_function(True)
-
-
 class Member(Protocol):
     """The part of a `Communicator` that messages use."""
 
@@ -310,45 +297,26 @@ class Member(Protocol):
 class PreparedExchange(Exchange):
     """An exchange over memory that stays in place: made once, posted as often as needed.
 
-    It is in flight from `post` until `wait` returns.
+    It is in flight from ``post`` until `wait` returns.
 
     Args:
-        start: given a tag, posts all messages or issues all collectives, and puts them into ``works``.
-        works: the messages or collectives, once started.
+        works: the messages or collectives, once posted.
         names: see `Exchange`.
         tensors: that they read and write.
-        moved: bytes of parameters and gradients sent, and received, by each `post`.
-        base_tag: the tag in round 0.
+        moved: bytes of parameters and gradients sent, and received, by each ``post``.
     """
 
     def __init__(
         self,
         comm: Member,
-        start: Callable[[int], None],
         works: list[Any],
         names: Sequence[PeerName | None],
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
-        base_tag: int = 0,
     ) -> None:
         super().__init__((), names, tensors, comm.message_time_out)
-        self._comm, self._start, self._works, self._base_tag = comm, start, works, base_tag
+        self._comm, self._works = comm, works
         self._moved = (moved,)  # see `Span.log`
-
-    def post(self) -> "PreparedExchange":
-        """Start the exchange."""
-        if self._pending:
-            self._abandon()
-        comm = self._comm
-        self._pending = self._works
-        # with the round, so that a late message of an abandoned step matches no receive of this one
-        self._start(self._base_tag ^ comm.round_tag)
-        span = current.span
-        if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
-            span.log += self._moved
-        else:
-            comm.trace.add_bytes(*self._moved[0])
-        return self
 
     def _abandon(self) -> None:
         """Keep works and memory of a dropped iteration until the process ends: peers may still read and write there."""
@@ -387,10 +355,37 @@ class PointToPointExchange(PreparedExchange):
         names: list[PeerName | None] = [*peers[:num], *[None] * len(local_works), *peers[num:]]
         works: list[Any] = [*[None] * num, *local_works, *[None] * (len(posts) - num)]
         places = (place for place, name in enumerate(names) if name is not None)
-        start = partial(post_all, list(zip(places, posts, strict=True)), works)
         moved = [0 if is_control else sum(tensor.nbytes for tensor in part) for part in (to_send, to_receive)]
-        base_tag = base_tag_of(comm.generation, subject)
-        super().__init__(comm, start, works, names, [*to_send, *to_receive], (moved[0], moved[1]), base_tag)
+        super().__init__(comm, works, names, [*to_send, *to_receive], (moved[0], moved[1]))
+        self._posts = list(zip(places, posts, strict=True))
+        self._local_works = [work for work in local_works if isinstance(work, LocalWork)]
+        self._base_tag = base_tag_of(comm.generation, subject)  # in round 0
+
+    def post(self) -> "PointToPointExchange":
+        """Post every receive, then every send."""
+        if self._pending:
+            self._abandon()
+        for work in self._local_works:
+            work.is_due = True
+        comm = self._comm
+        works = self._pending = self._works
+        # with the round, so that a late message of an abandoned step matches no receive of this one
+        tag = self._base_tag ^ comm.round_tag
+        _enable_record_function(False)  # see `start_unrecorded`
+        try:
+            for place, post in self._posts:
+                try:
+                    works[place] = post(tag)
+                except RuntimeError as error:  # the peer is known to be gone: `wait` raises this
+                    works[place] = FailedWork(error)
+        finally:
+            _enable_record_function(True)
+        span = current.span
+        if span is not None and span.labels.recorder is comm.trace:  # as in `Recorder.add_bytes`
+            span.log += self._moved
+        else:
+            comm.trace.add_bytes(*self._moved[0])
+        return self
 
 
 class CollectiveExchange(PreparedExchange):
@@ -411,15 +406,24 @@ class CollectiveExchange(PreparedExchange):
         tensors: Sequence[Tensor],
         moved: tuple[int, int],
     ) -> None:
-        works: list[Any] = []
-        super().__init__(comm, partial(_issue_all, issues, works), works, names, tensors, moved)
+        super().__init__(comm, [], names, tensors, moved)
+        self._issues = issues
         self._limit = ()  # the backend's own
 
-
-def _issue_all(issues: Sequence[Callable[[], Work]], works: list[Any], _: int) -> None:
-    works[:] = ()  # works of the last start: a collective that is not issued must not count as complete
-    for issue in issues:
-        works += (issue(),)
+    def post(self) -> "CollectiveExchange":
+        """Issue every collective."""
+        if self._pending:
+            self._abandon()
+        works = self._pending = self._works
+        works[:] = ()  # of the last time: a collective that is not issued must not count as complete
+        for issue in self._issues:
+            works += (issue(),)
+        span = current.span
+        if span is not None and span.labels.recorder is self._comm.trace:  # as in `Recorder.add_bytes`
+            span.log += self._moved
+        else:
+            self._comm.trace.add_bytes(*self._moved[0])
+        return self
 
 
 def all_gather_by_messages(
@@ -443,11 +447,26 @@ def all_gather_by_messages(
     posts, names = bind_messages(
         group, name, {peer: [flat[me]] for peer in peers}, {peer: [flat[peer]] for peer in peers}
     )
-    works: list[Any] = [None] * len(posts)
     # with the size: where ranks have come to gather different things, a message of another size would end the process
-    post_all(enumerate(posts), works, tag_of(-1, number, (mine.nbytes,)))
+    tag = tag_of(-1, number, (mine.nbytes,))
+    works = _post_all(posts, tag)
     Exchange(works, names, gathered, limit).wait(what)
     return gathered
+
+
+def _post_all(posts: Sequence[Post], tag: int) -> list[Waitable]:
+    """Post messages as `PointToPointExchange.post` does."""
+    works = list[Waitable]()
+    _enable_record_function(False)
+    try:
+        for post in posts:
+            try:
+                works.append(post(tag))
+            except RuntimeError as error:
+                works.append(FailedWork(error))
+    finally:
+        _enable_record_function(True)
+    return works
 
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:

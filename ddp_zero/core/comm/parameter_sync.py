@@ -63,17 +63,17 @@ class BucketSync:
         # have no gradient, which a graph may still need in backward
         self.unversioned: Sequence[Tensor] = ()
 
-    def start(self, without: set[Tensor] | None) -> None:
-        """Send the owned segment, and post the receives of all other segments, within ``sync_label``.
-
-        ``without``: the parameters without a gradient; None: those whose ``param.grad`` is None.
-        """
+    def start(self, source: GradientSource) -> None:
+        """Send the owned segment, and post the receives of all other segments, within ``sync_label``."""
         all_gather = self._all_gather
         if all_gather is None:  # they are packed anew in each step
             self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
             all_gather = self._comm.prepare_all_gather(self._packed, self._subject)
         self.exchange = all_gather()
-        self.unversioned = _with_gradients(self._of_others, without)
+        without = source.without
+        self.unversioned = self._of_others
+        if without or without is None:
+            self.unversioned = _with_gradients(self._of_others, without)
 
     def increment_versions(self, source: GradientSource) -> None:
         """Increment versions of parameters that other ranks step now: a graph that needs the old values must raise.
@@ -101,19 +101,15 @@ class BucketSync:
 
 
 def _with_gradients(params: Sequence[Tensor], without: set[Tensor] | None) -> Sequence[Tensor]:
-    """The parameters with a gradient; for ``without`` see `BucketSync.start`."""
+    """The parameters with a gradient; for ``without`` see `GradientSource`."""
     if without is None:
         return [param for param in params if param.grad is not None]
-    return [param for param in params if param not in without] if without else params
+    return [param for param in params if param not in without]
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
     """Indices of the parameters of which these ranks own elements, once each."""
     return list(dict.fromkeys(index for rank in ranks for index in bucket.segments[rank].params))
-
-
-def _send(sync: BucketSync, source: GradientSource) -> None:
-    sync.start(source.without)
 
 
 class PendingSyncs:
@@ -312,20 +308,22 @@ class ParameterSync:
     def acts(self, index: int) -> list[Act]:
         """The acts that start the exchanges due once a bucket's owned segment has been stepped.
 
-        All buckets are stepped in the order of the plan. Acts are given the source of their gradients, with
-        ``without``; see `BucketSync.start`.
+        All buckets are stepped in the order of the plan. Acts are given the source of their gradients.
         """
         stepped = self._sync_of.get(index)
         if stepped is None:  # this rank is alone
             return []
         # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
         # deadlock on NCCL
-        sends: list[Act] = [(sync.sync_label, self._sender(sync)) for sync in self._due_after[index]]
-        return [(None, stepped.increment_versions), *sends] if stepped.stepped_elsewhere else sends
+        due = self._due_after[index]
+        sends: list[Act] = [(sync.sync_label, self._sender(sync)) for sync in due]
+        if not stepped.stepped_elsewhere:
+            return sends
+        return [(due[0].sync_label if due else None, stepped.increment_versions), *sends]
 
     def _sender(self, sync: BucketSync) -> Callable[[GradientSource], object]:
         is_limited = sync.makes_copies and not self._may_outlast
-        return partial(self._send_copy, sync) if is_limited else partial(_send, sync)
+        return partial(self._send_copy, sync) if is_limited else sync.start
 
     def end_step(self, options: GivenOptions | None = None) -> None:
         """End the step: wait for all syncs in flight, or hand them to `pending_syncs` if they may outlast the step.
@@ -376,7 +374,7 @@ class ParameterSync:
         copies = [sync for sync in self._in_flight() if sync.makes_copies]
         if len(copies) >= COPIES_IN_FLIGHT:
             copies[0].receive()  # the oldest: all ranks finish exchanges in plan order
-        _send(sync, source)
+        sync.start(source)
 
     def _in_flight(self) -> list[BucketSync]:
         """The syncs that were started and not waited for, in order; also of earlier steps, if these have left some."""

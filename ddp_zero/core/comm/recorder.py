@@ -11,11 +11,11 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, pairwise, repeat
-from operator import attrgetter, is_
+from itertools import chain, compress, groupby, pairwise, repeat
+from operator import attrgetter, is_, itemgetter
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ class Span:
         log = self.log
         event = self.unfinished()
         ended = perf_counter_ns()
-        num = sum(isinstance(entry, int) for entry in log)  # of acts that have begun
+        num = sum(isinstance(entry, int) for entry in log)  # of events that have begun
         recorder = labels.recorder
         if num <= len(labels.buckets):
             failure = [] if event is None else [Failure(name_of(event.peer))]
@@ -239,12 +239,10 @@ def note_failure(error: BaseException) -> None:
 
 
 def run_acts(acts: Iterable[Act], *given: Any) -> None:
-    """Run these acts, in this order, each within its label."""
-    for label, act in acts:
-        if label is None:
-            act(*given)
-        else:
-            with label:
+    """Run these acts, in this order, each within its label; consecutive acts with one label within it together."""
+    for label, labelled in groupby(acts, itemgetter(0)):
+        with nullcontext() if label is None else label:
+            for _, act in labelled:
                 act(*given)
 
 
@@ -301,18 +299,20 @@ class Recorder:
     def sequence(self, acts: Iterable[Act]) -> Callable[..., None]:
         """A function that runs these acts, in this order, and records the events and sums of their labels.
 
-        A run costs the host one span, and a timestamp for each act. Only a sequence that is made under a profiler opens
-        the profiler's ranges.
+        Consecutive acts with the same label, or without one, are one event. A run costs the host one span, and a
+        timestamp for each event. Only a sequence that is made under a profiler opens the profiler's ranges.
         """
         acts = tuple(acts)
         if self.is_profiling():
             return partial(run_acts, acts)
+        ends = [*(label is not following for (label, _), (following, _) in pairwise(acts)), True]
+        ended = [label for (label, _), is_end in zip(acts, ends, strict=False) if is_end]
         labels = Labels(
             self,
-            ("", *("" if label is None else label.phase for label, _ in acts)),
-            [-1 if label is None else label.bucket for label, _ in acts],
+            ("", *("" if label is None else label.phase for label in ended)),
+            [-1 if label is None else label.bucket for label in ended],
         )
-        functions = [act for _, act in acts]
+        steps = [(act, is_end) for (_, act), is_end in zip(acts, ends, strict=False)]
 
         def run(*given: Any) -> None:
             outer, span, clock = current.span, Span(), perf_counter_ns
@@ -322,11 +322,12 @@ class Recorder:
             current.span = span
             try:
                 if self.clock is not None:
-                    self._run_marked(span, functions, given)
+                    self._run_marked(span, steps, given)
                 else:
-                    for act in functions:
+                    for act, is_end in steps:
                         act(*given)
-                        log += (clock(),)
+                        if is_end:
+                            log += (clock(),)
                 self.unread.append(span)
             except BaseException as error:
                 span.fail(error)
@@ -338,15 +339,19 @@ class Recorder:
 
         return run
 
-    def _run_marked(self, span: Span, functions: Sequence[Callable[..., object]], given: tuple[Any, ...]) -> None:
+    def _run_marked(
+        self, span: Span, steps: Iterable[tuple[Callable[..., object], bool]], given: tuple[Any, ...]
+    ) -> None:
         """Run acts, and mark the ends of events on their device."""
-        mark = self.clock.mark
+        mark, phases = self.clock.mark, iter(span.labels.phases[1:])
         span.marks = marks = [mark()]
         try:
-            for act, phase in zip(functions, span.labels.phases[1:], strict=True):
+            for act, is_end in steps:
                 act(*given)
+                if not is_end:
+                    continue
                 span.log.append(perf_counter_ns())
-                if phase:
+                if next(phases):
                     marks.append(mark())
         finally:
             self.marked.append(span)

@@ -17,6 +17,7 @@ group's sum is rounded to the dtype on the wire before it leaves the group, and 
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -69,17 +70,21 @@ def recv_numel(
     return receive_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
-class Reduction(Protocol):
-    """A reduction in flight."""
+class PreparedReduction(Protocol):
+    """A reduction that can be started as often as needed, over memory that stays in place."""
 
-    def wait(self) -> None:
-        """Block until this rank's segment is summed. Can be called again after an exception."""
+    @property
+    def in_place(self) -> Callable[[], InFlight]:
+        """A function that starts it; this rank's part of the memory receives the sum."""
+
+    def start(self, out: Tensor) -> InFlight:
+        """Start it; ``out``, in its own dtype, receives this rank's sum."""
 
 
-class DirectReduceScatter:
+class DirectReduceScatter(PointToPointExchange):
     """A reduce-scatter by messages from each rank to each owner, which sums them in rank order.
 
-    It is prepared once for memory that stays in place: `start` and `wait` can be called as often as needed.
+    Its `wait` raises RuntimeError if an exception has interrupted the sum, which destroys its terms.
 
     Args:
         parts: windows of this rank's contribution, one per rank in rank order; destroyed.
@@ -114,21 +119,22 @@ class DirectReduceScatter:
             slots.append({peer: [slot_of[peer]] for peer in peers})
             self._pieces.append(list(zip(*(torch.split(term, _PIECE_NUMEL) for term in terms), strict=True)))
         slices = {peer: [parts[peer][start:stop] for start, stop in windows[peer]] for peer in peers}
-        subject, self._what = (*subject, _REDUCE), f"the reduction of bucket {subject[1]}"
-        later = [_WindowReceives(PointToPointExchange(comm, {}, window, subject), self._what) for window in slots[1:]]
+        subject, what = (*subject, _REDUCE), name_of_reduction(subject[1])
+        later = [_WindowReceives(PointToPointExchange(comm, {}, window, subject), what) for window in slots[1:]]
         # after the sum of each window, the receives of the next window are posted into its slots
         self._next_posts: list[list[Callable[[], object]]] = [[receives.messages.post] for receives in later]
         self._next_posts += [[]] * (len(slots) > 0)
-        self._sums = [LocalWork((), _interruption(self._what)) for _ in self._windows]
+        self._sums = [LocalWork((), _interruption(what)) for _ in self._windows]
         self._sum_into(self._own)
         self._in_place = [window_sum.operations for window_sum in self._sums]
+        # `wait` sums while the slices are still being sent, and returns when all are: only then may the caller reuse the
+        # bucket's memory, which peers were still reading
         works = [work for pair in zip_longest(self._sums, later) for work in pair if work is not None]
         # the receives of the first window are posted with the sends
-        self._messages = PointToPointExchange(comm, slices, slots[0] if slots else {}, subject, works)
+        super().__init__(comm, slices, slots[0] if slots else {}, subject, works)
 
     def _sum_into(self, out: Tensor) -> None:
         """Write the sums of later waits to ``out``."""
-        self._out = out
         of_windows = zip(self._windows, self._pieces, self._next_posts, self._sums, strict=True)
         for (start, stop), pieces, next_posts, window_sum in of_windows:
             totals = [out[start:stop]] if len(pieces) == 1 else torch.split(out[start:stop], _PIECE_NUMEL)
@@ -138,31 +144,25 @@ class DirectReduceScatter:
         # may destroy this rank's own slice, never a peer's: pending sends still read the other slices
         return sum_in_order(terms, total, self._rank, self._factor)
 
-    def start(self, out: Tensor) -> "DirectReduceScatter":
-        """Send this rank's contributions, and post the first receives.
+    @property
+    def in_place(self) -> Callable[[], PointToPointExchange]:
+        return self.post
 
-        Args:
-            out: receives this rank's sum, in its dtype: its own part, or other memory.
-        """
-        for window_sum in self._sums:
-            window_sum.is_due = True
-        if out is not self._out:
+    def start(self, out: Tensor) -> PointToPointExchange:
+        """Send this rank's contributions, and post the first receives; see `PreparedReduction`."""
+        if out is self._own:
+            self._sum_in_place()
+        elif self._sums:
             self._sum_into(out)
-        self._messages.post()
-        return self
+            # last, it lets go of that memory; weakly, since a cycle would keep the process group
+            let_go = partial(DirectReduceScatter._sum_in_place, weakref.proxy(self))
+            self._sums[-1].operations = [*self._sums[-1].operations, let_go]
+        return self.post()
 
-    def wait(self) -> None:
-        """Block until this rank's segment is summed. Can be called again after an exception.
-
-        Raises RuntimeError if a peer failed, or if an exception has interrupted the sum, which destroys its terms.
-        """
-        # sums while the slices are still being sent, and returns when all are: only then may the caller reuse the
-        # bucket's memory, which peers were still reading
-        self._messages.wait(self._what)
-        if self._out is not self._own:  # let go of other memory
-            self._out = self._own
-            for window_sum, operations in zip(self._sums, self._in_place, strict=True):
-                window_sum.operations = operations
+    def _sum_in_place(self) -> None:
+        """Write the sums of later waits to this rank's part."""
+        for window_sum, operations in zip(self._sums, self._in_place, strict=True):
+            window_sum.operations = operations
 
 
 class _WindowReceives:
@@ -184,27 +184,32 @@ class CollectiveReduction:
     Args:
         begin: starts it, in memory that stays in place.
         total: its result, this rank's segment.
-        what: its name in errors.
+        own: this rank's part of the memory: ``total``, or a copy is made.
     """
 
-    def __init__(self, begin: Callable[[], InFlight], total: Tensor, what: str) -> None:
-        self._begin, self._sum, self._what = begin, total, what
-        self._out = total
-        self._in_flight: InFlight | None = None
+    def __init__(self, begin: Callable[[], InFlight], total: Tensor, own: Tensor) -> None:
+        self._begin, self._sum, self._own = begin, total, own
 
-    def start(self, out: Tensor) -> "CollectiveReduction":
-        """Start the reduction; for ``out`` see `DirectReduceScatter.start`."""
-        self._out, self._in_flight = out, self._begin()
-        return self
+    @property
+    def in_place(self) -> Callable[[], InFlight]:
+        return self._begin if self._own is self._sum else partial(self.start, self._own)
 
-    def wait(self) -> None:
-        """Block until this rank's segment is summed. Can be called again after an exception."""
-        if self._in_flight is not None:
-            self._in_flight.wait(self._what)
-            self._in_flight = None
-        if self._out is not self._sum:
-            self._out.copy_(self._sum)
-            self._out = self._sum  # let go of other memory
+    def start(self, out: Tensor) -> InFlight:
+        """Start the reduction; see `PreparedReduction`."""
+        begun = self._begin()
+        return begun if out is self._sum else _Copied(begun, self._sum, out)
+
+
+class _Copied:
+    """A reduction whose sum is copied to other memory."""
+
+    def __init__(self, in_flight: InFlight, total: Tensor, out: Tensor) -> None:
+        self._in_flight, self._sum, self._out = in_flight, total, out
+
+    def wait(self, what: str) -> None:
+        self._in_flight.wait(what)
+        # on the stream that has waited for the sum
+        self._out.copy_(self._sum)
 
 
 def segment_reduction(
@@ -218,8 +223,6 @@ def segment_reduction(
 ) -> DirectReduceScatter | CollectiveReduction:
     """Prepare the reduction of one bucket's gradients to their owners, by messages, a ring or native collectives.
 
-    It is prepared for memory that stays in place: `start` and `wait` can be called as often as needed.
-
     Args:
         comm: the owners.
         whole: this rank's contribution, 1-D contiguous; destroyed.
@@ -230,16 +233,15 @@ def segment_reduction(
         factor: multiplies every rank's contribution before the sum; see `can_scale_in_sum`.
     """
     begin: Callable[[], InFlight]
-    what = f"the reduction of bucket {subject[1]}"
     own = parts[comm.group_rank]
     if comm.is_alone:
-        return CollectiveReduction(partial(Exchange, (), (), parts), own, what)
+        return CollectiveReduction(partial(Exchange, (), (), parts), own, own)
     if _sums_in_ring_order(comm, whole.numel(), whole.dtype, whole.device):
         begin = partial(comm.start_ring_reduce_scatter, parts, recv_buffer, factor, (*subject, _REDUCE))
-        return CollectiveReduction(begin, own, what)
+        return CollectiveReduction(begin, own, own)
     if not comm.has_direct_messages(whole.device):
         begin, total = comm.prepare_reduce_scatter(whole, parts, recv_buffer, average=factor != 1.0)
-        return CollectiveReduction(begin, total, what)
+        return CollectiveReduction(begin, total, own)
     return DirectReduceScatter(comm, parts, recv_buffer, limit, factor, subject)
 
 
@@ -249,7 +251,7 @@ class HierarchicalReduction:
     def __init__(
         self,
         ranks: Ranks,
-        within: Reduction,
+        within: InFlight,
         whole: Tensor,
         out: Tensor,
         recv_buffer: Tensor,
@@ -271,7 +273,7 @@ class HierarchicalReduction:
         if self._is_in_background:
             ranks.run_in_background(self)
 
-    def wait(self) -> None:
+    def wait(self, what: str) -> None:
         """Block until this rank's segment is summed over everyone."""
         if not self._is_in_background and not self._has_ended.is_set():
             try:
@@ -279,13 +281,13 @@ class HierarchicalReduction:
             except RuntimeError as error:
                 self.fail(error)
             except BaseException:
-                self.fail(_interruption(f"the reduction of bucket {self._subject[1]}"))
+                self.fail(_interruption(what))
                 raise
         try:
             await_background_job(self._has_ended, self._comm.wait_time_out)
         except RuntimeError as error:
             peer = "every rank" if self._span is None else name_of(self._span.peer)
-            self.fail(lost_peer_error(peer, f"the reduction of bucket {self._subject[1]}", error))
+            self.fail(lost_peer_error(peer, what, error))
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
 
@@ -302,7 +304,7 @@ class HierarchicalReduction:
 
     def _reduce(self) -> None:
         # outside of the `try`: this error concerns the own group, not a replica that waits for its group
-        self._within.wait()
+        self._within.wait(name_of_reduction(self._subject[1]))
         total = self._out
         try:
             if total.numel():
@@ -323,12 +325,45 @@ class HierarchicalReduction:
         limit = self._recv_buffer.numel() or numel
         needed = recv_numel(comm, [part.numel() for part in parts], wire.dtype, wire.device, limit)
         recv_buffer = self._recv_buffer[:needed] if needed <= self._recv_buffer.numel() else wire.new_empty(needed)
-        segment_reduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait()
+        what = name_of_reduction(self._subject[1])
+        segment_reduction(comm, wire, parts, recv_buffer, self._subject, limit).start(out).wait(what)
         if out is not own:
             own.copy_(out)
-        comm.start_all_gather(parts, (*self._subject, _GATHER)).wait(f"the reduction of bucket {self._subject[1]}")
+        comm.start_all_gather(parts, (*self._subject, _GATHER)).wait(what)
         if wire is not total:
             total.copy_(wire)
+
+
+class _ReductionOverReplicas:
+    """A reduction over everyone, see `HierarchicalReduction`; for the arguments see `segment_reduction`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        recv_buffer: Tensor,
+        subject: tuple[int, ...],
+        limit: int,
+        factor: float,
+    ) -> None:
+        self._ranks, self._whole, self._parts, self._recv_buffer = ranks, whole, parts, recv_buffer
+        self._subject, self._limit, self._factor = subject, limit, factor
+
+    @property
+    def in_place(self) -> Callable[[], InFlight]:
+        return partial(self.start, self._parts[self._ranks.shard.group_rank])
+
+    def start(self, out: Tensor) -> InFlight:
+        """Start the reduction; see `PreparedReduction`."""
+        ranks = self._ranks
+        assert ranks.replicas is not None, "there are groups to add up over"
+        # with the round as it is now: a thread that goes on after `opt.reset()` must send nothing in the next round
+        subject = (*self._subject, ranks.replicas.round)
+        within = segment_reduction(
+            ranks.shard, self._whole, self._parts, self._recv_buffer, subject, self._limit, self._factor
+        )
+        return HierarchicalReduction(ranks, within.start(out), self._whole, out, self._recv_buffer, subject)
 
 
 def prepare_reduction(
@@ -339,19 +374,11 @@ def prepare_reduction(
     subject: tuple[int, ...],
     limit: int,
     factor: float = 1.0,
-) -> Callable[[Tensor], Reduction]:
-    """Prepare the reduction of one bucket over everyone, see `segment_reduction`; returns a function that starts it."""
+) -> PreparedReduction:
+    """Prepare the reduction of one bucket over everyone; for the arguments see `segment_reduction`."""
     if ranks.replicas is None:
-        return segment_reduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor).start
-    replicas = ranks.replicas
-
-    def start(out: Tensor) -> HierarchicalReduction:
-        # with the round as it is now: a thread that goes on after `opt.reset()` must send nothing in the next round
-        current = (*subject, replicas.round)
-        within = segment_reduction(ranks.shard, whole, parts, recv_buffer, current, limit, factor).start(out)
-        return HierarchicalReduction(ranks, within, whole, out, recv_buffer, current)
-
-    return start
+        return segment_reduction(ranks.shard, whole, parts, recv_buffer, subject, limit, factor)
+    return _ReductionOverReplicas(ranks, whole, parts, recv_buffer, subject, limit, factor)
 
 
 @torch.no_grad()
@@ -419,6 +446,11 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int, factor: float 
     elif out.data_ptr() != own.data_ptr():
         adds.append(partial(out.copy_, own))
     return [*adds, *map(partial, repeat(out.add_), parts[rank + 1 :])]
+
+
+def name_of_reduction(bucket: int) -> str:
+    """The reduction of a bucket, as messages name it."""
+    return f"the reduction of bucket {bucket}"
 
 
 def _interruption(what: str) -> RuntimeError:

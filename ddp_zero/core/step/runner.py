@@ -173,26 +173,58 @@ class StepRunner:
         in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         own = self.shard.buckets[index]
-        step: list[Act] = [(own.label, partial(StepRunner._step, self._weak_self, own))]
+        step: list[Act] = [(own.label, partial(StepRunner.step_bucket, self._weak_self, own))]
         # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
         return [*step[: len(own.indices)], *self.shard.sync.acts(index)]
 
-    def _step(self, own: LocalBucket, source: GradientSource) -> None:
-        errors, local_step = self.shard.binding.sync.errors, self.shard.local_step
-        if errors.has_local_error:  # after an error this rank only sends its parameters as they are
-            return local_step.give_up(own.bucket.index)
+    def step_bucket(self, own: LocalBucket, source: GradientSource) -> None:
+        """Step this rank's segment, within its label; see `acts`."""
+        shard = self.shard
+        local_step, indices, index = shard.local_step, own.indices, own.bucket.index
+        if shard.binding.sync.errors.has_local_error:
+            local_step.give_up(index)
+            return
+        if local_step.lists.may_step and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step_bucket(own, source)
         try:
-            self.step_bucket(own, source)
+            if own.devices not in self._changing_on:
+                self._begin_change(own.devices)
+            if self.aligns_gradients:
+                source = AlignedGradients(source)
+            targets = shard.targets
+            found: list[int] = []
+            if local_step.lists.may_step:
+                route = targets.routes[indices] if indices in targets.routes else targets.route(indices)
+                grads = _grads_of(targets, route, indices, source) if route.copied else source.gradients(indices)
+                found = local_step.lists.step(index, route.targets, grads)
+            if not found:
+                # gradients are views of a scratch buffer that another bucket will fill: nothing may keep them
+                with LentGradients(targets, indices, source):
+                    local_step.step(index)
+                return
+            if local_step.after_bucket is not None:
+                local_step.after_bucket(index, local_step.inner.param_groups, found)
+            if route.copied:
+                targets.write_back_route(route)
+            if route.in_place:
+                # backward may still need the old values: fused kernels and views count no version
+                increment_version(route.in_place)
         except BaseException as error:
-            if isinstance(error, Exception):
-                error = self._explained(error, own)
-                note_failure(error)
-                if errors.note(error):
-                    return
-                for later in self.shard.buckets[own.bucket.index + 1 :]:
-                    local_step.give_up(later.bucket.index)
-            self.shard.abandon()
-            raise error.with_traceback(error.__traceback__) from error.__cause__
+            self._fail(error, own)
+
+    def _fail(self, error: BaseException, own: LocalBucket) -> None:
+        """Note the error of a local step, to be raised once ranks know of it, or raise it now; see `acts`."""
+        shard = self.shard
+        if isinstance(error, Exception):
+            error = self._explained(error, own)
+            note_failure(error)
+            if shard.binding.sync.errors.note(error):
+                return
+            for later in shard.buckets[own.bucket.index + 1 :]:
+                shard.local_step.give_up(later.bucket.index)
+        shard.abandon()
+        raise error.with_traceback(error.__traceback__) from error.__cause__
 
     def _explained(self, error: Exception, own: LocalBucket) -> Exception:
         """An error of a local step, or one that names a state which the loop has set in a wrong shape, if there is."""
@@ -210,34 +242,6 @@ class StepRunner:
             explained.__cause__ = error
             return explained
         return error
-
-    def step_bucket(self, own: LocalBucket, source: GradientSource) -> None:
-        """Step this rank's segment; the caller has set its trace label."""
-        shard = self.shard
-        if own.devices not in self._changing_on:
-            self._begin_change(own.devices)
-        if self.aligns_gradients:
-            source = AlignedGradients(source)
-        local_step, indices, index = shard.local_step, own.indices, own.bucket.index
-        if local_step.lists.may_step:
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    return self.step_bucket(own, source)
-            targets = shard.targets
-            route = targets.routes[indices] if indices in targets.routes else targets.route(indices)
-            grads = _grads_of(targets, route, indices, source) if route.copied else source.gradients(indices)
-            if found := local_step.lists.step(index, route.targets, grads):
-                if local_step.after_bucket is not None:
-                    local_step.after_bucket(index, local_step.inner.param_groups, found)
-                if route.copied:
-                    targets.write_back_route(route)
-                if route.in_place:
-                    # backward may still need the old values: fused kernels and views count no version
-                    increment_version(route.in_place)
-                return
-        # gradients are views of a scratch buffer that another bucket will fill: nothing may keep them
-        with LentGradients(shard.targets, indices, source):
-            local_step.step(index)
 
     def _begin_change(self, devices: tuple[torch.device, ...]) -> None:
         self.shard.order.has_initial_state = False
@@ -342,7 +346,7 @@ class OffloadedRunner(StepRunner):
         for place, copied in arrived:
             if (own := shard.buckets[place]).indices:
                 with own.label:
-                    self._step(own, copied)
+                    self.step_bucket(own, copied)
             run_acts(shard.sync.acts(place), source)
 
     def _inputs(self, index: int, source: GradientSource) -> list[StepInputs]:

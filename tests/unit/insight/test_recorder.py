@@ -157,6 +157,26 @@ def test_acts_in_sequence_leave_the_events_and_sums_of_their_labels(ring: Recent
     assert recorder.totals["reduce"] == sum(one.ended - one.begun for one in of_reduce)
 
 
+@pytest.mark.parametrize("is_profiling", [False, True])
+@pytest.mark.parametrize("clock", [None, Device()], ids=["host", "device"])
+def test_consecutive_acts_with_one_label_are_one_event(ring: RecentSpans, clock: Any, is_profiling: bool) -> None:
+    recorder, done = Recorder(), list[str]()
+    recorder.clock = clock
+    sync, step = recorder.label("sync", 0), recorder.label("local_step", 1)
+    acts = [(sync, "a"), (sync, "b"), (None, "c"), (None, "d"), (step, "e"), (sync, "f")]
+
+    def act(name: str) -> Callable[[], None]:
+        return lambda: done.append(f"{name} {[event.phase for event in open_events()]}")
+
+    with mock.patch.object(recorder, "is_profiling", return_value=is_profiling):
+        run = recorder.sequence([(label, act(name)) for label, name in acts])
+    run()
+    assert done == ["a ['sync']", "b ['sync']", "c []", "d []", "e ['local_step']", "f ['sync']"]
+    events = ring.events()
+    assert [(one.phase, one.bucket) for one in events] == [("sync", 0), ("local_step", 1), ("sync", 0)]
+    assert recorder.totals["sync"] == sum(one.ended - one.begun for one in events if one.phase == "sync")
+
+
 def test_bytes_of_another_optimizer_within_a_sequence_count_for_that_optimizer(ring: RecentSpans) -> None:
     mine, other = Recorder(), Recorder()
 

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from ddp_zero import StepRegime, shard_optimizer
 from ddp_zero.core.step.rank_shard import LocalBucket
+from ddp_zero.core.step.runner import StepRunner
 from ddp_zero.optimizer import engine_of, shard_of
 
 CAP_MB = 512 / (1 << 20)
@@ -64,9 +65,9 @@ class Run:
         assert engine.attachment.hook is not None
         self.hook = engine.attachment.hook
         source: Any = self.hook.gradients.source
-        self._start, self._step = source.start, engine.runner.step_bucket
+        self._start, self._step = source.start, StepRunner.step_bucket
         mock.patch.object(source, "start", self.start).start()
-        mock.patch.object(engine.runner, "step_bucket", self.step_bucket).start()
+        mock.patch.object(StepRunner, "step_bucket", self.step_bucket).start()
 
     def start(self, state: Any, bucket: Any, index: int) -> tuple[Future[Any], Sequence[int]]:
         assert index == len(self.arrived)
@@ -75,10 +76,10 @@ class Run:
         self.complete.append([self.places(self.hook.gradients.buckets[place].params) for place in complete])
         return future, complete
 
-    def step_bucket(self, own: LocalBucket, source: Any) -> None:
+    def step_bucket(self, runner: StepRunner, own: LocalBucket, source: Any) -> None:
         table, (segment,) = shard_of(self.opt).table, own.bucket.segments
         self.stepped.append(self.places([table.params[one] for one in segment.params]))
-        self._step(own, source)
+        self._step(runner, own, source)
 
     def places(self, params: Sequence[Tensor]) -> list[int]:
         return [next(place for place, one in enumerate(self.params) if one is param) for param in params]
@@ -109,6 +110,22 @@ class Run:
 def patches() -> Iterator[None]:
     yield
     mock.patch.stopall()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_bucket_out_of_turn_is_refused_before_anything_is_stepped() -> None:
+    run = Run(AS_REGISTERED)
+    for number in range(2):
+        run.iterate(number)
+    before = [param.detach().clone() for param in run.params]
+    run.stepped.clear()
+    with (
+        mock.patch.object(run.hook.gradients.source, "place_of", return_value=(1, False)),
+        pytest.raises(RuntimeError, match=r"Expected bucket 0 next, got bucket 1 \(rank 0 .*\[ZERO-308\]"),
+    ):
+        run.ddp(torch.ones(5, 8)).sum().backward()
+    assert not run.stepped
+    assert all(map(torch.equal, run.params, before))
 
 
 @pytest.mark.usefixtures("job")

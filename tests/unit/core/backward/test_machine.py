@@ -26,7 +26,10 @@ def new_machine(lag: int | None = 1) -> OverlapMachine:
 
 def bucket_arrives(machine: OverlapMachine, bucket: int, buckets: int, regime: Regime = OVERLAPPED) -> str:
     due = turns(regime, machine.lag, buckets)[bucket]
-    machine.bucket_arrived(bucket, due.stop, bucket == buckets - 1)
+    if bucket == buckets - 1:
+        machine.last_bucket_arrived()
+    elif due and due.start == 0:
+        machine.step_began()
     return " ".join([*map(str, due), *["finish"] * (machine.phase is STEPPED)])
 
 
@@ -64,6 +67,11 @@ def last_bucket(machine: OverlapMachine) -> str:
     return f"{bucket_arrives(machine, 2, 4)} {bucket_arrives(machine, 3, 4)}"
 
 
+def first_step() -> tuple[str, Phase]:
+    machine = new_machine()
+    return " ".join(arrive(machine, 4, count=2)).strip(), machine.phase
+
+
 def last_bucket_deferred() -> tuple[str, Phase]:
     machine = new_machine()
     return " ".join(arrive(machine, 2, DEFERRED)).strip(), machine.phase
@@ -83,13 +91,9 @@ def after(phase: Phase, event: Callable[[OverlapMachine], str | None]) -> tuple[
 ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("REST", "pass_began", "RUNNING", lambda: after(REST, begin), ""),
     ("STEPPED", "pass_began", "RUNNING", lambda: after(STEPPED, begin), ""),
-    (
-        *("RUNNING", "bucket_arrived(i)", "RUNNING"),
-        lambda: after(RUNNING, lambda machine: bucket_arrives(machine, 2, 4)),
-        "1",
-    ),
-    ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
-    ("RUNNING", "bucket_arrived(last), deferred", "REDUCED", last_bucket_deferred, ""),
+    ("RUNNING", "step_began", "RUNNING", first_step, "0"),
+    ("RUNNING", "last_bucket_arrived", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
+    ("RUNNING", "last_bucket_arrived, deferred", "REDUCED", last_bucket_deferred, ""),
     ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, finish_backward), "all"),
     ("REDUCED", "backward_finished, reduce only", "WAITING", reduced_only, ""),
     ("WAITING", "pass_began", "RUNNING", lambda: after(WAITING, begin), ""),
@@ -124,46 +128,26 @@ def test_a_pass_is_torn_from_the_first_bucket_that_is_due_to_the_last(lag: int |
     machine.pass_began(regime)
     due = turns(regime, lag, 5)
     for one in range(4):
-        for other in {*range(6)} - {one}:
-            with pytest.raises(RuntimeError, match=rf"Expected bucket {one} next, got bucket {other} "):
-                machine.bucket_arrived(other, 0, False)
         bucket_arrives(machine, one, 5, regime)
         assert machine.is_torn == any(due[: one + 1])
     bucket_arrives(machine, 4, 5, regime)
     assert not machine.is_torn
-    with pytest.raises(RuntimeError, match="got bucket 5"):
-        machine.bucket_arrived(5, 5, True)
 
 
 # What is refused
 
 
-def bucket(index: int) -> Callable[[OverlapMachine], object]:
-    return lambda machine: machine.bucket_arrived(index, 0, False)
-
-
 ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
-    (REST, "bucket 0", bucket(0), r"bucket 0 next, got bucket 0 \(rank 7, phase REST\)"),
-    (REST, "bucket 1", bucket(1), r"bucket 0 next, got bucket 1 \(rank 7, phase REST\)"),
+    (REST, "last bucket", OverlapMachine.last_bucket_arrived, r"RUNNING at the last bucket, got REST \(rank 7\)"),
     (REST, "finished", OverlapMachine.backward_finished, r"phase REDUCED at the end of backward, got REST \(rank 7\)"),
     (REST, "step", OverlapMachine.step_called, r"STEPPED at opt\.step\(\), got REST \(rank 7\).*register_comm_hook"),
-    (RUNNING, "bucket 0", bucket(0), r"bucket 2 next, got bucket 0 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
-    (RUNNING, "bucket 1", bucket(1), r"bucket 2 next, got bucket 1 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
-    (RUNNING, "bucket 3", bucket(3), r"bucket 2 next, got bucket 3 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
     (RUNNING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got RUNNING \(rank 7\)"),
     (RUNNING, "step", OverlapMachine.step_called, r"opt\.step\(\), got RUNNING \(rank 7\).*opt\.reset\(\)"),
-    (
-        REDUCED,
-        "bucket 0",
-        bucket(0),
-        r"the end of backward next, got bucket 0 \(rank 7, phase REDUCED\).*opt\.reset\(\)",
-    ),
-    (REDUCED, "bucket 4", bucket(4), r"got bucket 4 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
+    (REDUCED, "last bucket", OverlapMachine.last_bucket_arrived, r"RUNNING at the last bucket, got REDUCED \(rank 7\)"),
     (REDUCED, "step", OverlapMachine.step_called, r"opt\.step\(\), got REDUCED \(rank 7\).*opt\.reset\(\)"),
-    (WAITING, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase WAITING\)"),
     (WAITING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got WAITING \(rank 7\)"),
     (STEPPED, "due step", OverlapMachine.due_step_taken, r"WAITING at a step that is due, got STEPPED \(rank 7\)"),
-    (STEPPED, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase STEPPED\)"),
+    (STEPPED, "last bucket", OverlapMachine.last_bucket_arrived, r"RUNNING at the last bucket, got STEPPED \(rank 7\)"),
     (STEPPED, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got STEPPED \(rank 7\)"),
 ]
 
@@ -180,6 +164,19 @@ def test_an_event_out_of_turn_is_refused_by_name_and_changes_nothing(
     with pytest.raises(RuntimeError, match=message):
         event(machine)
     assert machine.phase is phase
+
+
+@pytest.mark.parametrize(
+    ("phase", "turn"),
+    [
+        *((REST, "bucket 0"), (WAITING, "bucket 0"), (STEPPED, "bucket 0")),
+        *((RUNNING, "bucket 2"), (REDUCED, "the end of backward")),
+    ],
+)
+def test_the_error_for_a_bucket_out_of_turn_says_whose_turn_it_is(phase: Phase, turn: str) -> None:
+    message = str(machine_in(phase).out_of_order(3, 2))
+    assert message.startswith(f"Expected {turn} next, got bucket 3 (rank 7, phase {phase.name}).")
+    assert "opt.reset()" in message
 
 
 @pytest.mark.parametrize("regime", Regime)
@@ -306,7 +303,7 @@ class Loop(RuleBasedStateMachine):
     def bucket(self) -> None:
         index, is_last = self.arrived, self.arrived == self.buckets - 1
         due = turns(self.regime, self.lag, self.buckets)[index]
-        self.machine.bucket_arrived(index, due.stop, is_last)
+        bucket_arrives(self.machine, index, self.buckets, self.regime)
         self.arrived += 1
         if self.regime is not OVERLAPPED:
             assert not due
@@ -371,12 +368,11 @@ class Loop(RuleBasedStateMachine):
             self.uncalled -= self.regime is not REDUCE_ONLY
         self.phase = REST
 
-    @rule(index=st.integers(0, 7), is_last=st.booleans())
-    def bucket_out_of_turn(self, index: int, is_last: bool) -> None:
-        if index == self.arrived and self.phase is RUNNING:
-            return
-        with pytest.raises(RuntimeError, match="rank 7"):
-            self.machine.bucket_arrived(index, 0, is_last)
+    @precondition(lambda self: self.phase is not RUNNING)
+    @rule()
+    def last_bucket_out_of_turn(self) -> None:
+        with pytest.raises(RuntimeError, match=f"got {self.phase.name}"):
+            self.machine.last_bucket_arrived()
 
     @precondition(lambda self: self.phase is not STEPPED)
     @rule()
