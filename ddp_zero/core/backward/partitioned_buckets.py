@@ -78,13 +78,13 @@ class PartitionedBuckets:
         """Lay out scratches for the plan's buckets; from the next pass on, gradients land in them."""
         shard, buckets, reducer = self._shard, self._shard.plan.buckets, self.planned_reducer
         context = self._context
-        compile_all = weakly(self._compile)
+        assign_memory = weakly(self._assign_memory)
         without = reducer.users.unused
         layouts = [
             ScratchLayout(members, buckets[place], shard, context.side)
             for place, members in enumerate(self._plan.members)
         ]
-        self.scratch_buckets = [ScratchBucket(context, one, compile_all, without) for one in layouts]
+        self.scratch_buckets = [ScratchBucket(context, one, assign_memory, without) for one in layouts]
         self.indices = [index for bucket in self.scratch_buckets for index in bucket.indices]
         self._nbytes = sum(bucket.layout.nbytes for bucket in self.scratch_buckets)  # of gradients
         context.drop_memory()
@@ -103,8 +103,8 @@ class PartitionedBuckets:
         layout = ddp_layout([param.nbytes for param in foreign], kinds, plan.given_caps or (CAP_BYTES,))
         return [ForeignGradients([foreign[place] for place in bucket]) for bucket in layout]
 
-    def _compile(self) -> None:
-        self._context.compile(self.scratch_buckets)
+    def _assign_memory(self) -> None:
+        self._context.assign_memory(self.scratch_buckets)
 
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""

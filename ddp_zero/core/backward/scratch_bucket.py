@@ -125,6 +125,14 @@ class ScratchLayout:
             for param in [table.params[index]]
         }
 
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """The slice of each rank in all gradients of the bucket."""
+        return [flat[begin:end] for begin, end in self.ranges]
+
+    def wire_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the bucket in another dtype, up to where other memory may begin."""
+        return aligned(self.numel * dtype.itemsize)
+
 
 class ReduceContext:
     """Shared by the buckets of one model while their gradients are reduced.
@@ -136,7 +144,7 @@ class ReduceContext:
         factor: gradients are multiplied by it before they are summed.
         late_factor: sums are multiplied by it, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
-        scratches, receives: the buffers of the plan's buckets, once these are compiled.
+        scratches, receives: the buffers of the plan's buckets, once they have their memory.
         most_bytes: of buffers, so far.
     """
 
@@ -164,16 +172,35 @@ class ReduceContext:
         """True if any scratch is lent: between passes, to messages in flight that a failed pass has left."""
         return any(buffer.is_lent for buffer in self.scratches)
 
-    def compile(self, segments: "Sequence[ScratchBucket]") -> None:
-        """Give the buckets of the plan their memory, and decide how each is reduced there."""
-        self._sizes = [one.layout.nbytes for one in segments]
-        needs = [(one.layout.device, one.layout.nbytes, one.received_nbytes) for one in segments]
+    def assign_memory(self, buckets: "Sequence[ScratchBucket]") -> None:
+        """Give the buckets of the plan their memory, and make the reduction of each there."""
+        layouts = [bucket.layout for bucket in buckets]
+        self._sizes = [layout.nbytes for layout in layouts]
+        needs = [(layout.device, layout.nbytes, self._received_nbytes(layout)) for layout in layouts]
         memories = memory_of(self.side, needs)
-        for segment, memory in zip(segments, memories, strict=True):
-            segment.compile(memory)
+        for bucket, memory in zip(buckets, memories, strict=True):
+            bucket.reduction = reduction = BucketReduction(self, bucket.layout, memory)
+            bucket.starts_early = reduction.starts_early
         self.scratches = list(dict.fromkeys(memory.scratch for memory in memories))
         self.receives = list(dict.fromkeys(memory.receives for memory in memories if memory.receives is not None))
         self.most_bytes = max(self.most_bytes, self.nbytes)
+
+    def smaller_dtype_for(self, layout: ScratchLayout) -> torch.dtype | None:
+        """The dtype of a bucket on the wire, if it is smaller than its gradients'."""
+        wire = self.options.comm_dtype
+        return wire if wire is not None and wire.itemsize < layout.dtype.itemsize else None
+
+    def slots_nbytes(self, layout: ScratchLayout, wire: torch.dtype) -> int:
+        """Bytes that the reduction of a bucket needs to receive into."""
+        sizes = [end - begin for begin, end in layout.ranges]
+        return recv_numel(self.comm, sizes, wire, layout.device) * wire.itemsize
+
+    def _received_nbytes(self, layout: ScratchLayout) -> int:
+        """The same, and bytes to cast into a smaller dtype on the wire."""
+        smaller = self.smaller_dtype_for(layout)
+        if smaller is None:
+            return self.slots_nbytes(layout, layout.dtype)
+        return self.slots_nbytes(layout, smaller) + layout.wire_nbytes(smaller)
 
     def describe(self) -> list[str]:
         """The memory that the buckets have needed, in words."""
@@ -226,165 +253,147 @@ FILLING, IN_FLIGHT, SUMMED, KEPT, RELEASED = range(5)
 `RELEASED`: nothing is held."""
 
 
+class BucketReduction:
+    """A bucket's place in the memory of its plan, and its reduction there: made once, for every pass.
+
+    Attributes:
+        scratch: the buffer that it is filled into; ``flat`` are its gradients there, 1-D.
+        windows: the places of its gradients in ``flat``, in the order of its parameters.
+        own: this rank's slice of ``flat``.
+        own_windows: the sums of this rank's parameters there, by index; empty if sums have another dtype.
+        own_gradients: the same, in the order of the parameters.
+        starts_early: see `BucketGradients.starts_early`.
+        wide_dtype: of sums that need memory of their own; None: they have the dtype of the gradients.
+        is_in_place: whether ``own`` is the sum once it is reduced.
+        before: called before ``start``, which sends the gradients.
+        start: starts the reduction; given the memory of the sum unless ``is_in_place``.
+        after: called with the sum.
+    """
+
+    def __init__(self, context: ReduceContext, layout: ScratchLayout, memory: BucketMemory) -> None:
+        comm, ranks = context.comm, context.shard.ranks
+        # a sum over replicas issues collectives while it is awaited: those of the next bucket come after them
+        self.starts_early = memory.starts_early and ranks.replicas is None
+        self.scratch = memory.scratch
+        self.flat = flat = memory.scratch.memory[: layout.nbytes].view(layout.dtype)
+        self.windows = [layout.windows[param].view(flat) for param in layout.params]
+        parts = layout.parts_of(flat)
+        self.own = own = parts[comm.group_rank]
+        self.wide_dtype = None if sum_dtype(own.dtype) == own.dtype else sum_dtype(own.dtype)
+        self.own_windows: dict[int, Tensor] = {}
+        if self.wide_dtype is None:
+            self.own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
+        self.own_gradients: list[Tensor | None] = list(self.own_windows.values())
+        self.before, factor = list[Callable[[], object]](), context.factor
+        received = flat.new_empty(0).view(torch.uint8)
+        if memory.receives is not None:
+            received = memory.receives.memory[memory.received_at :]
+        averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.can_average(parts)
+        # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
+        smaller, wire = context.smaller_dtype_for(layout), flat
+        if factor != 1.0 and (smaller is not None or not (averages or can_scale_in_sum(comm, flat))):
+            self.before.append(partial(flat.mul_, factor))
+            factor = 1.0
+        if smaller is not None:
+            # the cast gradients lie before the slots: peers write there while others still read the former
+            wire = received[: layout.numel * smaller.itemsize].view(smaller)
+            received = received[layout.wire_nbytes(smaller) :]
+            self.before.append(partial(wire.copy_, flat))
+            parts = layout.parts_of(wire)
+        limit = layout.ranges[-1][1]
+        slots = received[: context.slots_nbytes(layout, wire.dtype)].view(wire.dtype)
+        subject = (context.shard.binding.digest, layout.index)
+        prepared = prepare_reduction(ranks, wire[:limit], parts, slots, subject, limit, factor)
+        self.is_in_place = self.wide_dtype is None and smaller is None
+        self.start: Callable[..., InFlight] = prepared.in_place if self.is_in_place else prepared.start
+        self.after = list[Callable[[Tensor], object]]()
+        if context.late_factor != 1.0:
+            self.after.append(partial(torch.Tensor.mul_, other=context.late_factor))
+        # a sum has more digits than the bucket's dtype where the backend does not add up itself
+        if self.wide_dtype is not None and (self.after or comm.has_direct_messages(layout.device)):
+            self.after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
+
+
 class ScratchBucket(BucketGradients):
     """A bucket of the plan: filled, in flight to the owners, then this rank's sum of it; in every pass.
 
-    What the plan knows is decided when it is compiled.
-
     Args:
-        compile_all: called when it is filled and the buckets of the plan are not compiled.
+        assign_memory: sets ``reduction`` of all buckets of the plan; called when one is filled that has none.
         without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
 
     Attributes:
-        windows: the places of its gradients in its scratch, in the order of its parameters.
-        flat: all of them, 1-D.
+        reduction: its memory and reduction, from the first pass on.
         is_wide: whether sums have another dtype than the gradients.
         is_started: whether the pass has started its reduction.
         progress: from `FILLING` to `RELEASED`.
     """
 
-    windows: list[Tensor]
-    flat: Tensor
-    _scratch: Buffer
-    _own: Tensor  # the place of its sum in the scratch
-    _is_in_place: bool  # whether its sum lies there once it was reduced
-    _reduce: Callable[..., InFlight]  # starts the reduction; takes the memory of a sum that is not in place
+    reduction: BucketReduction
 
     def __init__(
-        self, context: ReduceContext, layout: ScratchLayout, compile_all: Callable[[], object], without: set[Tensor]
+        self, context: ReduceContext, layout: ScratchLayout, assign_memory: Callable[[], object], without: set[Tensor]
     ) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout, self.on_stream, self.waiting = layout, layout.on_stream, layout.waiting
         self.is_wide = sum_dtype(layout.dtype) != layout.dtype
         self.is_started, self.progress = False, RELEASED
-        self._context, self._compile_all, self.without = context, compile_all, without
-        self._before: list[Callable[[], object]] = []  # before the messages
-        self._after: list[Callable[[Tensor], object]] = []  # on a sum that has arrived
-        self._wide: torch.dtype | None = None  # of a sum that is not in place
-        self._reduction: InFlight | None = None
+        self._context, self._assign_memory, self.without = context, assign_memory, without
+        self._in_flight: InFlight | None = None
         self._what = name_of_reduction(layout.index)
         self._sum: Tensor | None = None
-        self._own_windows: dict[int, Tensor] = {}  # of sums that are in place in the scratch and ready to be used
-        self._own_gradients: list[Tensor | None] = []  # the same
-        self._gradients: Mapping[int, Tensor] = {}  # these, or windows of a sum that was kept
-
-    # Compilation
+        self._gradients: Mapping[int, Tensor] = {}  # of a sum that is in place, or that was kept: windows of it
 
     @property
-    def received_nbytes(self) -> int:
-        """Bytes that its reduction needs to receive into, and to cast into a smaller dtype on the wire."""
-        wire = self._smaller_wire
-        return self._slots_nbytes(wire or self.layout.dtype) + (0 if wire is None else self._wire_nbytes(wire))
-
-    def compile(self, memory: BucketMemory) -> None:
-        """Decide how the bucket is reduced in this memory, and make all that it takes."""
-        context, layout, self._scratch = self._context, self.layout, memory.scratch
-        # a sum over replicas issues collectives while it is awaited: those of the next bucket come after them
-        self.starts_early = memory.starts_early and context.shard.ranks.replicas is None
-        flat = self.flat = memory.scratch.memory[: layout.nbytes].view(layout.dtype)
-        self.windows = [layout.windows[param].view(flat) for param in layout.params]
-        comm, ranks = context.comm, context.shard.ranks
-        parts = self._parts_of(flat)
-        own = parts[comm.group_rank]
-        factor = context.factor
-        self._own = own
-        limit = layout.ranges[-1][1]
-        subject = (context.shard.binding.digest, layout.index)
-        wire = flat
-        received = flat.new_empty(0).view(torch.uint8)
-        if memory.receives is not None:
-            received = memory.receives.memory[memory.received_at :]
-        averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.can_average(parts)
-        self._before, self._after = before, after = list[Callable[[], object]](), list[Callable[[Tensor], object]]()
-        # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
-        smaller = self._smaller_wire
-        if factor != 1.0 and (smaller is not None or not (averages or can_scale_in_sum(comm, flat))):
-            before.append(partial(flat.mul_, factor))
-            factor = 1.0
-        if smaller is not None:
-            wire = received[: layout.numel * smaller.itemsize].view(smaller)
-            received = received[self._wire_nbytes(smaller) :]
-            before.append(partial(wire.copy_, flat))
-            parts = self._parts_of(wire)
-        whole = wire[:limit]
-        slots = received[: self._slots_nbytes(wire.dtype)].view(wire.dtype)
-        self._own_windows, self._wide = {}, None
-        if sum_dtype(own.dtype) == own.dtype:
-            self._own_windows = {index: window.view(own) for index, window in layout.own_windows.items()}
-        else:
-            self._wide = sum_dtype(own.dtype)
-        self._own_gradients = list(self._own_windows.values())
-        if context.late_factor != 1.0:
-            after.append(partial(torch.Tensor.mul_, other=context.late_factor))
-        # a sum has more digits than the bucket's dtype where the backend does not add up itself
-        if self._wide is not None and (after or comm.has_direct_messages(layout.device)):
-            after.append(lambda total: total.copy_(total.to(layout.dtype)))  # rounded as DDP's average
-        prepared = prepare_reduction(ranks, whole, parts, slots, subject, limit, factor)
-        self._is_in_place = self._wide is None and smaller is None
-        self._reduce = prepared.in_place if self._is_in_place else prepared.start
-
-    def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        return [flat[begin:end] for begin, end in self.layout.ranges]
-
-    @property
-    def _smaller_wire(self) -> torch.dtype | None:
-        """The dtype on the wire, if it is smaller than the gradients'."""
-        wire = self._context.options.comm_dtype
-        return wire if wire is not None and wire.itemsize < self.layout.dtype.itemsize else None
-
-    def _wire_nbytes(self, wire: torch.dtype) -> int:
-        return aligned(self.layout.numel * wire.itemsize)
-
-    def _slots_nbytes(self, wire: torch.dtype) -> int:
-        sizes = [end - begin for begin, end in self.layout.ranges]
-        return recv_numel(self._context.comm, sizes, wire, self.layout.device) * wire.itemsize
-
-    # A pass
+    def flat(self) -> Tensor:
+        """This rank's gradients, 1-D."""
+        return self.reduction.flat
 
     def begin_filling(self) -> list[Tensor]:
-        """Take the scratch, which the bucket before the last one has left. Returns `windows`."""
+        """Take the scratch, which the bucket before the last one has left. Returns the places of its gradients."""
         if not self._context.scratches:  # here, on the stream that writes there
-            self._compile_all()
-        if self._scratch.has_streams:
-            self._scratch.lend()
-        self._scratch.is_lent, self.progress = True, FILLING
-        return self.windows
+            self._assign_memory()
+        reduction, scratch = self.reduction, self.reduction.scratch
+        if scratch.has_streams:
+            scratch.lend()
+        scratch.is_lent, self.progress = True, FILLING
+        return reduction.windows
 
     def drop_filling(self) -> None:
         """The gradients that were filled in are not wanted."""
         if self.progress == FILLING:
             self.progress = RELEASED
             with self.on_stream:
-                self._scratch.give_back()
+                self.reduction.scratch.give_back()
 
     def start(self) -> None:
         """Start the reduction of gradients that were filled in, within `on_stream`."""
         self.is_started, self.progress = True, IN_FLIGHT
         # from here on peers write into the receive buffer and read the scratch: neither may be touched before `wait`
-        for prepare in self._before:
+        reduction = self.reduction
+        for prepare in reduction.before:
             prepare()
-        self._sum, self._gradients = self._own, self._own_windows
-        if self._is_in_place:
-            self._reduction = self._reduce()
+        self._sum, self._gradients = reduction.own, reduction.own_windows
+        if reduction.is_in_place:
+            self._in_flight = reduction.start()
             return
-        if self._wide is not None:
-            self._sum = torch.empty_like(self._own, dtype=self._wide)
-        self._reduction = self._reduce(self._sum)
+        if reduction.wide_dtype is not None:
+            # allocated on the stream that sums, which alone uses it until `join`
+            self._sum = torch.empty_like(reduction.own, dtype=reduction.wide_dtype)
+        self._in_flight = reduction.start(self._sum)
 
     def wait(self) -> None:
         """Block until the sum is complete, with the sums of earlier passes, within `on_stream` and `waiting`."""
-        if self._reduction is None:
+        if self._in_flight is None:
             return
-        self._reduction.wait(self._what)
+        self._in_flight.wait(self._what)
         if self.usage is not None:
             self.usage.wait()
-        if self._after:
+        for finish in self.reduction.after:
             assert self._sum is not None, "it is being summed"
-            for finish in self._after:
-                finish(self._sum)
+            finish(self._sum)
         if self._context.carried:  # several add up in fp32
             self._add_carried()
-        self._reduction, self.progress = None, SUMMED  # a reduction holds on to memory
+        self._in_flight, self.progress = None, SUMMED  # it holds on to memory
 
     def _add_carried(self) -> None:
         # on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
@@ -399,12 +408,12 @@ class ScratchBucket(BucketGradients):
         """Copy the sum out for a later step, once it is there, and free the scratch, within `on_stream`."""
         if self.progress != SUMMED:
             return
-        if self._wide is None:
+        if self.reduction.wide_dtype is None:
             # the clone precedes the give-back on this stream: backward may fill the scratch again right after
-            self._sum = total = self._own.clone()
+            self._sum = total = self.reduction.own.clone()
             self._gradients = {index: one.view(total) for index, one in self.layout.own_windows.items()}
         self.progress = KEPT
-        self._scratch.give_back()
+        self.reduction.scratch.give_back()
 
     def gradient(self, index: int) -> Tensor | None:
         if self.doubtful and self.is_unused(index):
@@ -416,8 +425,9 @@ class ScratchBucket(BucketGradients):
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
     def gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        if self._gradients and not self.doubtful and indices == self.owned:
-            return self._own_gradients if self._gradients is self._own_windows else [*self._gradients.values()]
+        found, reduction = self._gradients, self.reduction
+        if found and not self.doubtful and indices == self.owned:
+            return reduction.own_gradients if found is reduction.own_windows else [*found.values()]
         return super().gradients(indices)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
@@ -442,9 +452,10 @@ class ScratchBucket(BucketGradients):
         """Free the sum and the scratch, after the step has used them, within `on_stream`."""
         # the next borrower waits for the step, which was issued on this stream
         if self.progress == SUMMED or self.progress == IN_FLIGHT:
-            if self._scratch.has_streams:
-                self._scratch.give_back()
-            self._scratch.is_lent = False
+            scratch = self.reduction.scratch
+            if scratch.has_streams:
+                scratch.give_back()
+            scratch.is_lent = False
         self._sum, self._gradients, self.progress = None, {}, RELEASED
 
     @property

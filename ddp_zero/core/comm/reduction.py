@@ -127,8 +127,8 @@ class DirectReduceScatter(PointToPointExchange):
         self._sums = [LocalWork((), _interruption(what)) for _ in self._windows]
         self._sum_into(self._own)
         self._in_place = [window_sum.operations for window_sum in self._sums]
-        # `wait` sums while the slices are still being sent, and returns when all are: only then may the caller reuse the
-        # bucket's memory, which peers were still reading
+        # `wait` sums while the slices are still being sent, and returns when all are: only then may the bucket's
+        # memory, which peers were still reading, be used again
         works = [work for pair in zip_longest(self._sums, later) for work in pair if work is not None]
         # the receives of the first window are posted with the sends
         super().__init__(comm, slices, slots[0] if slots else {}, subject, works)

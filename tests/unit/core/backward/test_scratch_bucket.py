@@ -134,7 +134,7 @@ def test_buffers_on_an_accelerator_are_as_estimated(
         ScratchLayout([params[index] for index in members], bucket, rank.shard, SideStream())
         for members, bucket in zip(layout, plan.buckets, strict=True)
     ]
-    rank.context.compile([ScratchBucket(rank.context, one, bool, set()) for one in layouts])
+    rank.context.assign_memory([ScratchBucket(rank.context, one, bool, set()) for one in layouts])
     options: dict[str, Any] = {"partition": partition, "bucket_cap_mb": cap / (1 << 20), "lr": 0.1}
     said = estimate(model, SGD, ranks=ranks, stage=2, device="cuda", **options)
     assert said[0].device["buckets"] == rank.context.nbytes
