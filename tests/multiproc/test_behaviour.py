@@ -65,7 +65,7 @@ def _the_inner_optimizer_has_the_groups_and_options_of_the_outer_one(setup: Setu
 
 
 @case(1, 3)
-def _keys_that_the_step_adds_show_up_outside(setup: Setup) -> None:
+def _keys_that_a_step_adds_to_groups_are_in_the_outer_groups(setup: Setup) -> None:
     case = optimizer_case("toy 8-bit Adam")
     opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4))], case.build)  # some ranks own nothing
     for k in (1, 2, 3):

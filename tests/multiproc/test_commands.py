@@ -9,7 +9,7 @@ import pytest
 from tests.commands import ELSEWHERE, LONG, PAGES, SHORT, run, shown
 
 
-def test_each_command_is_run_somewhere() -> None:
+def test_each_command_of_the_pages_is_run_by_a_test() -> None:
     found = {command for page in PAGES for command in shown(page.read_text())}
     assert found == {*SHORT, *LONG, *ELSEWHERE}
     for test in ELSEWHERE.values():
@@ -25,7 +25,7 @@ def test_commands_are_found_in_blocks_and_in_lines() -> None:
 
 
 @pytest.mark.nightly
-def test_the_short_ones_end_well(tmp_path: Path) -> None:
+def test_short_commands_of_the_pages_print_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
     for command, expected in SHORT.items():
         assert expected in run(command, tmp_path), command

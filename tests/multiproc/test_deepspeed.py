@@ -396,7 +396,7 @@ def _a_checkpoint_continues_in_any_stage(setup: Setup) -> None:
 
 
 @case(2)
-def _a_file_latest_that_is_none_is_refused_on_every_rank(setup: Setup) -> None:
+def _a_file_latest_without_a_tag_is_refused_on_every_rank(setup: Setup) -> None:
     engine, file = start(config(1)), setup.folder / "latest"
     run(engine, list(data(setup.rank, 1, FP32)))
     engine.save_checkpoint(setup.folder)

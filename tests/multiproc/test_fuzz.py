@@ -91,7 +91,7 @@ def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_norms_of_stage_2_after_a_change_of_memory_format(overlap: bool) -> None:
+def test_norms_of_stage_2_after_a_change_of_memory_format_equal_ddp(overlap: bool) -> None:
     """Found at seed 602136: plain DDP's views keep the old strides, in which norms add up otherwise."""
     model = Model(kind="conv", widths=(3, 5, 7, 3), norm="batch")
     program = (*(Train(),) * 3, Do("memory_format", (0,)), *(Train(),) * 6)

@@ -111,7 +111,7 @@ def test_options_are_drawn_where_the_library_takes_them_and_refusals_where_not()
     assert {op.thing for one in drawn for op in one.program if isinstance(op, Refuse)} == {"join", "forward"}
 
 
-def test_ranks_that_share_a_copy_of_the_state() -> None:
+def test_drawn_layouts_say_which_ranks_share_a_copy_of_the_state() -> None:
     neighbours = Layout((8, 1, 1), replicas=2)
     assert [list(neighbours.sharers(rank)) for rank in (0, 3, 5)] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
     apart = Layout((8, 1, 1), replicas=2, strides=True)

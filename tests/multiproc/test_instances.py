@@ -212,7 +212,7 @@ def _low_step(model: nn.Module, optimizer: Optimizer, data: Data) -> None:
 
 
 @case(2)
-def _the_instance_is_a_face_of_the_sharded_optimizer(setup: Setup) -> None:
+def _an_instance_that_was_handed_over_has_options_and_hooks_of_the_sharded_one(setup: Setup) -> None:
     ddp = _ddp(build_model())
     given = AdamW(ddp.parameters(), lr=1e-2)
     called: list[Optimizer] = []

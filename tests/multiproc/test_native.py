@@ -142,7 +142,7 @@ def _segments_that_differ_much_are_broadcast(setup: Setup) -> None:
 
 
 @case(2)
-def _training_has_the_same_numbers(setup: Setup) -> None:
+def _training_with_collectives_of_equal_parts_equals_ddp(setup: Setup) -> None:
     with as_on_nccl() as counts:
         for place, one in enumerate((optimizer_case("AdamW fused"), optimizer_case("SGD momentum"))):
             with at_stage(1 + place):
@@ -155,7 +155,7 @@ def _training_has_the_same_numbers(setup: Setup) -> None:
 
 
 @case(2, 4)
-def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
+def _by_default_parameters_are_cut_where_the_backend_and_size_allow(setup: Setup) -> None:
     """By default: equal parts on NCCL, around rings and in a direct exchange, unless tiny; the numbers of DDP."""
     expected = {"nccl": "elements", "gloo": "elements", "gloo, tiny": "parameters"}
     modes: list[dict[str, Any]] = [{}, {"stage": 2}, {"stage": 2, "max_grad_norm": 0.1}]

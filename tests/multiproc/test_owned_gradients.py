@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.values.parts import part_of
-from ddp_zero.values.placeholders import AbsentGradient
 from tests import internals
 from tests.multiproc.cases import (
     Twins,
@@ -252,7 +251,7 @@ def _stages_clip_values_of_fp32_sums_alike(setup: Setup) -> None:
 
 
 @case(2)
-def _one_of_two_ways_to_change_a_sum(setup: Setup) -> None:
+def _changes_of_a_sum_in_both_of_two_ways_are_refused_and_in_one_count(setup: Setup) -> None:
     mode = {"stage": 2, "overlap": False, "master_weights": True}
 
     def summed() -> tuple[Twins, Tensor, Tensor]:
@@ -294,7 +293,7 @@ def _one_of_two_ways_to_change_a_sum(setup: Setup) -> None:
 
 
 @case(2)
-def _limits_are_of_unscaled_gradients(setup: Setup) -> None:
+def _limits_of_clip_grad_value_are_of_unscaled_gradients(setup: Setup) -> None:
     for stage in (1, 2):
         scale = DynamicLossScale(initial=1024.0)
         twins = twins_of({"stage": stage, "loss_scale": scale})
@@ -322,7 +321,7 @@ def _limits_are_of_unscaled_gradients(setup: Setup) -> None:
 
 
 @case(2, 3)
-def _other_changes_after_those_of_owners(setup: Setup) -> None:
+def _other_changes_after_those_of_owners_are_refused(setup: Setup) -> None:
     data = list(batches(setup.rank, 8))
 
     def more_backward(twins: Twins) -> None:
@@ -404,21 +403,6 @@ def _stage_1_clips_values_under_join(setup: Setup) -> None:
     if setup.rank == 1:  # of plain DDP, ranks that have joined stop
         assert_equal_models(twins.plain_model.module, twins.model.module, "under Join")
     twins.assert_moved()
-
-
-@case(2)
-def _the_advice_of_a_placeholder_works(setup: Setup) -> None:
-    twins = twins_of(MODES["stage 2, waiting"])
-    twins.backward(*next(batches(setup.rank, 1)))
-    param = next(param for param in twins.model.parameters() if isinstance(param.grad, AbsentGradient))
-    grad = param.grad
-    assert grad is not None
-    with pytest.raises(RuntimeError, match=r"keeps it on rank \d .*opt.clip_grad_value_\(value\) limits"):
-        nn.utils.clip_grad_value_(twins.model.parameters(), 0.01)
-    with pytest.raises(RuntimeError, match=r"keeps it on rank \d .*opt.owned_gradients\(\) is what this rank steps"):
-        grad.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"keeps it on rank \d .*nonfinite='raise' or 'skip'"):
-        grad.isfinite()
 
 
 test_owned_gradients = case.each()

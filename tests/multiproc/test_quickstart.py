@@ -53,7 +53,7 @@ def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path, fork
     assert ended.errors == ""
 
 
-def test_times_that_are_far_apart_are_said_to_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_of_times_that_are_far_apart_says_that_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     names = runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
     for step_ms, is_busy in (([100.0, 101.0, 102.0, 103.0], False), ([100.0, 120.0, 140.0, 300.0], True)):

@@ -332,7 +332,7 @@ def _parameters_that_come_to_share_memory_are_refused_at_the_step(setup: Setup) 
 
 
 @case(2)
-def _a_bad_receiver_on_one_rank_is_refused_on_all(setup: Setup) -> None:
+def _consolidation_to_a_rank_that_does_not_exist_is_refused_on_all(setup: Setup) -> None:
     twins = loose(lr=0.1)
     last = setup.rank == setup.world_size - 1
     with pytest.raises(ValueError if last else RuntimeError, match="rank below"):

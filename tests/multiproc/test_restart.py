@@ -42,7 +42,7 @@ def test_a_killed_worker_comes_back_and_ends_bit_equal(unbroken: list[Tensor], t
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("late", [0.0, 2.0])
-def test_under_the_command_itself_it_does_too(unbroken: list[Tensor], tmp_path: Path, late: float) -> None:
+def test_a_worker_killed_under_torchrun_comes_back_too(unbroken: list[Tensor], tmp_path: Path, late: float) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     with started(tmp_path, *torchrun, str(SCRIPT), *_arguments(tmp_path, dies_after=2, late=late)) as process:
         code, printed, errors = finish(process, timeout=240)

@@ -82,13 +82,13 @@ FEW = [pair for place, pair in enumerate(EVERY) if place % 17 == 0 or (pair[0] =
 
 
 @case(2, few=FEW, every=EVERY)
-def _a_step_follows_what_was_changed(setup: Setup, configurations: Sequence[tuple[str, str]]) -> None:
+def _a_step_after_each_listed_change_equals_ddp(setup: Setup, configurations: Sequence[tuple[str, str]]) -> None:
     for mode, change in configurations:
         _compare(setup, mode, change)
 
 
 @case(2)
-def _a_class_whose_step_is_replaced_steps_so(setup: Setup) -> None:
+def _a_class_whose_step_is_replaced_steps_by_the_new_one(setup: Setup) -> None:
     start = build_model()
     plain_model, model = wrapped(copy.deepcopy(start), views=False), wrapped(copy.deepcopy(start))
     plain, opt = AdamW(plain_model.parameters(), **OPTIONS), shard_optimizer(model, AdamW, stage=2, **OPTIONS)
@@ -120,7 +120,7 @@ def _masters_are_stepped_as_by_the_step_of_a_subclass(setup: Setup) -> None:
 
 
 @case(2)
-def _steps_of_torch_s_classes_take_the_lists_in_every_mode(setup: Setup) -> None:
+def _steps_of_classes_of_torch_take_kept_lists_in_every_mode(setup: Setup) -> None:
     """Or the tests above would compare ``optimizer.step()`` with itself."""
     taken: list[bool] = []
     inner_step = StepLists.step
@@ -146,7 +146,7 @@ def _steps_of_torch_s_classes_take_the_lists_in_every_mode(setup: Setup) -> None
 
 
 @case(2)
-def _parameters_without_a_gradient_are_left_to_the_step(setup: Setup) -> None:
+def _parameters_without_a_gradient_now_and_then_equal_ddp(setup: Setup) -> None:
     """On and off again, and a group that was added: as DDP with the plain optimizer."""
 
     class Branches(nn.Module):

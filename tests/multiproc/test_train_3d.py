@@ -5,7 +5,7 @@ import re
 from tests.multiproc.example_scripts import ROOT, run_example, run_script
 
 
-def test_stages_train_beside_one_device() -> None:
+def test_stages_train_to_the_losses_of_one_device() -> None:
     text = run_example("train_3d.py", "--steps 12 --batch-size 8 --context 16 --layers 2 --tensor-ranks 1")
     found = [tuple(map(float, one)) for one in re.findall(r"loss (\d\.\d+), on one device (\d\.\d+)", text)]
     assert len(found) == 6, text

@@ -174,11 +174,11 @@ def test_the_picture_of_losses_is_written(comparison: Comparison) -> None:
     assert comparison.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_warnings_do_not_show(comparison: Comparison) -> None:
+def test_training_prints_no_warning(comparison: Comparison) -> None:
     assert "Warning" not in comparison.run.output + comparison.run.errors
 
 
-def test_it_runs_unsharded_in_one_process() -> None:
+def test_unsharded_training_runs_in_one_process() -> None:
     run = train("--steps=2", "--optimizer=ddp", ranks=None, warnings_are_errors=True)
     assert run.code == 0, f"{run.output}\n{run.errors}"
     (row,) = run.rows()

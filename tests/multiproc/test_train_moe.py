@@ -5,7 +5,7 @@ import re
 from tests.multiproc.example_scripts import run_example
 
 
-def test_experts_train_beside_a_dense_model() -> None:
+def test_a_mixture_and_a_dense_model_both_learn() -> None:
     text = run_example("train_moe.py", "--steps 30 --batch-size 8 --context 32 --width 32 --layers 1")
     assert "shared by global ranks 0 | 1; this rank's are 0; averaged in opt.step()" in text
     found = re.search(r"dense (\d\.\d+), mixture (\d\.\d+)", text)
