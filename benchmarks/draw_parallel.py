@@ -54,7 +54,7 @@ PANELS = (
     ),
 )
 _TWICE = {"stage 0, replicated", "stage 1, replicated", "embedding (tied)"}
-"""Held by two groups alike: the second adds nothing to norms."""
+"""LocalParameter by two groups alike: the second adds nothing to norms."""
 
 
 def draw(panels: Sequence[Panel]) -> str:

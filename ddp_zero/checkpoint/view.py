@@ -26,7 +26,7 @@ from ddp_zero.core.step import Shard
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.placement import split
-from ddp_zero.parallel.whole_model import Layout, Statement
+from ddp_zero.parallel.whole_model import Layout, RankValues
 from ddp_zero.values import LiveModel, Part, group_of
 
 State = dict[Any, Any]
@@ -267,7 +267,7 @@ class View:
     live: LiveModel
     state: OptimizerState | None  # None without an optimizer
     names: list[str]  # of the optimizer's parameters, by index
-    statement: Statement | None  # of this rank's part; None if all ranks hold the same
+    rank_values: RankValues | None  # of this rank's part; None if all ranks hold the same
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer | None) -> "View":
@@ -282,14 +282,14 @@ class View:
         wholes = state.table.wholes
         writers = state.writers()
         hosted = {names[index] for index in writers if index in wholes and wholes[index].is_here}
-        statement = part.statement({names[index]: first for index, first in writers.items()}, hosted)
-        return cls(model, part, state, names, statement)
+        rank_values = part.rank_values({names[index]: first for index, first in writers.items()}, hosted)
+        return cls(model, part, state, names, rank_values)
 
     def declare(self, agreement: Agreement, is_save: bool = False) -> None:
         """Declare names, shapes, dtypes and classes, the same on every rank; for a save, also check the state."""
         kind = "none" if self.state is None else f"{type(self.state.optimizer).__name__} of {self.state.class_name}"
         agreement.declare("optimizer", kind)
-        if self.statement is None:
+        if self.rank_values is None:
             named = repr(sorted(self.live.values().items()))
             agreement.declare("names, shapes and dtypes in the model", digest_of(named))
             if is_save:
@@ -303,9 +303,9 @@ class View:
 
         Raises ValueError on every rank if the parts do not fit together, naming the parameter and two ranks.
         """
-        if self.statement is None:
+        if self.rank_values is None:
             return None
-        every = [Statement.of_text(text) for text in peers.all_gather_text(self.statement.as_text())]
+        every = [RankValues.of_text(text) for text in peers.all_gather_text(self.rank_values.as_text())]
         return Layout(every, lambda rank: peers.name(GroupRank(rank)))
 
 

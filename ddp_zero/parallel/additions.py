@@ -81,107 +81,108 @@ def check_belongs(members: Sequence[SharedGroups], added: SharedGroups) -> None:
     """
     if added.ddp is not None:
         reduced = {id(param) for _, param in in_buckets(added.ddp)}
-        trained = [one for one in added.held if one.param.requires_grad]
-        lone = next((one.label for one in trained if id(one.param) not in reduced), None)
-        if lone is not None:
+        trained = [local for local in added.local_params if local.param.requires_grad]
+        unreduced = next((local.label for local in trained if id(local.param) not in reduced), None)
+        if unreduced is not None:
             raise ValueError(
-                f"Expected the DDP model to reduce all parameters that train of an added group, or none, got {lone}, "
-                "which was frozen when DDP wrapped the model, among others that it reduces. Add those that it does not "
-                "reduce as a group of their own. [ZERO-803]"
+                f"Expected the DDP model to reduce all parameters that train of an added group, or none, got "
+                f"{unreduced}, which was frozen when DDP wrapped the model, among others that it reduces. Add those "
+                "that it does not reduce as a group of their own. [ZERO-803]"
             )
-        other = next((one for one in members if one.ddp is added.ddp and one.group is not added.group), None)
-        if other is not None:
+        of_same_ddp = [member for member in members if member.ddp is added.ddp]
+        on_other_ranks = next((member for member in of_same_ddp if member.group is not added.group), None)
+        if on_other_ranks is not None:
             raise ValueError(
-                f"Expected process_group of an added group to be that of {other.describe()}, which the same DDP model "
-                "reduces, got a different one. Pass the same object, or leave it out in both. [ZERO-803]"
+                f"Expected process_group of an added group to be that of {on_other_ranks.describe()}, which the same "
+                "DDP model reduces, got a different one. Pass the same object, or leave it out in both. [ZERO-803]"
             )
-    same = next((one for one in members if one.group is added.group), added)
-    if same.shard_group is not added.shard_group:
+    on_same_ranks = next((member for member in members if member.group is added.group), None)
+    if on_same_ranks is not None and on_same_ranks.shard_group is not added.shard_group:
         raise ValueError(
-            f"Expected the shard_group of {same.describe()} in an added group with the same process_group, got a "
-            "different one. [ZERO-511]"
+            f"Expected the shard_group of {on_same_ranks.describe()} in an added group with the same process_group, "
+            "got a different one. [ZERO-511]"
         )
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """The member into which a rank would put its parameters of an added group."""
+class _Choice:
+    """The member to which a rank would add its parameters of an added group."""
 
-    member: int | None  # its number, or `_NEW`; None if it has no parameters
-    is_reduced: bool  # by a DDP model
-    possible: list[int]  # members with the process group
+    member: int | None  # the member's index, or `_NEW`; None if the rank has no parameters of the group
+    is_reduced: bool  # whether a DDP model reduces the parameters
+    possible: list[int]  # indices of the members with the group's process group
 
 
-def wishes(
-    members: Sequence[Member], added: SharedGroups, optimizer_class: Callable[..., Optimizer], everyone: Communicator
+def gather_choices(
+    members: Sequence[Member], added: SharedGroups, optimizer_class: Callable[..., Optimizer], data_comm: Communicator
 ) -> list[str]:
-    """The member for an added group by the choice of each data-parallel rank, for `choose_member`. A collective."""
-    possible = [number for number, one in enumerate(members) if one.shared.group is added.group]
-    fits = [
-        number
-        for number in possible
-        if members[number].shared.ddp is added.ddp
-        and (added.ddp is not None or _can_meet(members[number], added, optimizer_class))
+    """Each data-parallel rank's `_Choice` for an added group, as JSON, for `choose_member`. A collective."""
+    possible = [index for index, member in enumerate(members) if member.shared.group is added.group]
+    fitting = [
+        index
+        for index in possible
+        if members[index].shared.ddp is added.ddp
+        and (added.ddp is not None or _can_gather(members[index], added, optimizer_class))
     ]
-    wish = [*fits, _NEW][0] if added.held else None
-    return everyone.all_gather_text(json.dumps([wish, added.ddp is not None, possible]))
+    first = fitting[0] if fitting else _NEW
+    choice = first if added.local_params else None
+    return data_comm.all_gather_text(json.dumps([choice, added.ddp is not None, possible]))
 
 
-def _can_meet(member: Member, added: SharedGroups, optimizer_class: Callable[..., Optimizer]) -> bool:
-    """True if parts of matrices in an added group can meet in this member's steps, or need not."""
-    return all(one.kind in member.meeting for wholes in added.find_wholes(optimizer_class).values() for one in wholes)
+def _can_gather(member: Member, added: SharedGroups, optimizer_class: Callable[..., Optimizer]) -> bool:
+    """True if this member's steps gather the parts of all matrices in an added group that must be stepped whole."""
+    of_dim = added.find_split_parameters(optimizer_class)
+    classes = {split.optimizer_class for split_params in of_dim.values() for split in split_params}
+    return classes <= member.gathering_classes.keys()
 
 
-def choose_member(texts: Sequence[str], members: Sequence[Member], everyone: Communicator) -> Member | None:
-    """The member into which an added group goes on all ranks, None for a new one; ValueError on all if they differ."""
-    every = [_Wish(*json.loads(text)) for text in texts]
-    stated = {rank: one for rank, one in enumerate(every) if one.member is not None}
-    number: int | None = _NEW
-    if stated:
-        first = next(iter(stated))
-        number, is_reduced = stated[first].member, stated[first].is_reduced
-        other = next(
-            (
-                rank
-                for rank, one in enumerate(every)
-                if (rank in stated and (one.member, one.is_reduced) != (number, is_reduced))
-                or (rank not in stated and (is_reduced if number == _NEW else number not in one.possible))
-            ),
-            None,
-        )
-        if other is not None:
-            names = [everyone.name(GroupRank(rank)) for rank in (first, other)]
+def choose_member(texts: Sequence[str], members: Sequence[Member], data_comm: Communicator) -> Member | None:
+    """The member to which all ranks add a group, or None for a new member; ``texts`` are from `gather_choices`.
+
+    A rank without parameters of the group follows the others. ValueError on all ranks if choices contradict each other.
+    """
+    choices = [_Choice(*json.loads(text)) for text in texts]
+    choosing = [rank for rank, choice in enumerate(choices) if choice.member is not None]
+    if not choosing:
+        possible = [members[index] for index in choices[data_comm.group_rank].possible]
+        averaged_here = [member for member in possible if member.shared.ddp is None]
+        return [*averaged_here, *possible][0] if choices[0].possible else None
+    first = choices[choosing[0]]
+    for rank, choice in enumerate(choices):
+        if choice.member is not None:
+            agrees = (choice.member, choice.is_reduced) == (first.member, first.is_reduced)
+        else:
+            agrees = not first.is_reduced if first.member == _NEW else first.member in choice.possible
+        if not agrees:
+            names = [data_comm.name(GroupRank(peer)) for peer in (choosing[0], rank)]
             raise ValueError(
                 f"Expected an added group to go to parameters that are held and reduced alike on all data-parallel "
-                f"ranks, got {_in_words(every[first], members)} on {names[0]} and {_in_words(every[other], members)} "
+                f"ranks, got {_in_words(first, members)} on {names[0]} and {_in_words(choice, members)} "
                 f"on {names[1]}. Pass groups with the same process_group= as before, and wrap their parameters in DDP "
                 "alike, on all of them. [ZERO-506]"
             )
-    elif every[0].possible:
-        possible = [members[one] for one in every[everyone.group_rank].possible]
-        return next((one for one in possible if one.shared.ddp is None), possible[0])
-    return None if number is None or number == _NEW else members[number]
+    return None if first.member is None or first.member == _NEW else members[first.member]
 
 
-def _in_words(wish: _Wish, members: Sequence[Member]) -> str:
-    if wish.member is None:
+def _in_words(choice: _Choice, members: Sequence[Member]) -> str:
+    if choice.member is None:
         return "no parameters"
-    reduced = "that DDP reduces" if wish.is_reduced else "averaged in opt.step()"
+    reduced = "that DDP reduces" if choice.is_reduced else "averaged in opt.step()"
     of_new = "a process group of their own"
-    place = of_new if wish.member == _NEW else f"those of {members[wish.member].shared.describe()}"
+    place = of_new if choice.member == _NEW else f"those of {members[choice.member].shared.describe()}"
     return f"parameters {reduced}, beside {place}"
 
 
-# Taking it
+# Adding it
 
 
 def extend(
     member: Member, added: SharedGroups, recipe: Recipe, axes: Axes, model: nn.Module, undoing: ExitStack
 ) -> Callable[[], None]:
-    """Agree with the ranks of a member that it takes a group. A collective of these ranks.
+    """Prepare to add a group to a member, and agree on it with the member's ranks. A collective of these ranks.
 
-    Returns a function that steps the group from then on. Closing ``undoing`` leaves it out after all. Neither
-    communicates.
+    Returns a function that completes the addition: the member steps the group from then on. Closing ``undoing`` instead
+    takes the preparation back. Neither communicates.
 
     Raises:
         ValueError: if parameters are in a group already, or differ between ranks.
@@ -191,32 +192,36 @@ def extend(
             have.
     """
     (group,) = added.groups
-    found, over = added.find_cuts(recipe.optimizer_class, axes, recipe.options.get("max_byte_imbalance"), member)
-    unmet = next((kind for kind in found if kind not in member.meeting), None)
-    if unmet is not None:
+    gathers = added.plan_gathers(recipe.optimizer_class, axes, recipe.options.get("max_byte_imbalance"), member)
+    ungathered = next(
+        (needs_wholes for needs_wholes in gathers.cuts if needs_wholes not in member.gathering_classes), None
+    )
+    if ungathered is not None:
+        first = next(iter(gathers.cuts[ungathered].values()))
         raise NotImplementedError(
-            f"Expected an elementwise optimizer for {next(iter(found[unmet].values())).label}, which is cut and added "
-            f"to parameters that DDP reduces, got {unmet.__name__}, which steps whole matrices and has stepped none in "
-            "parts here. Give the constructor a group of such matrices, or build a new ParallelOptimizer and load the "
-            "state_dict() of this one. [ZERO-812]"
+            f"Expected an elementwise optimizer for {first.label}, which is cut and added "
+            f"to parameters that DDP reduces, got {ungathered.__name__}, which steps whole matrices and has stepped "
+            "none in parts here. Give the constructor a group of such matrices, or build a new ParallelOptimizer and "
+            "load the state_dict() of this one. [ZERO-812]"
         )
-    group = member.with_meeting(group)
-    for kind, cuts in found.items():
-        member.meeting[kind].cuts.update(cuts)
-        undoing.callback(_drop, member.meeting[kind].cuts, cuts)
+    group = member.with_gathering_class(group)
+    for needs_wholes, cuts in gathers.cuts.items():
+        known_cuts = member.gathering_classes[needs_wholes].cuts
+        known_cuts.update(cuts)
+        undoing.callback(_remove_keys, known_cuts, cuts)
     agreed = AddedGroup(engine_of(member.zero).attachment, group)
     undoing.callback(agreed.undo)
-    member.check_whole(agreed.table, [*member.shared.held, *added.held])
+    member.check_whole(agreed.table, [*member.shared.local_params, *added.local_params])
     if member.shared.ddp is None:
         check_same_values(shard_of(member.zero).ranks.everyone, agreed.table)
 
     def commit() -> None:
         agreed.commit()
-        member.take(added, over, model)
+        member.follow_added(added, gathers.comms, model)
 
     return commit
 
 
-def _drop(known: dict[int, Cut], numbers: Iterable[int]) -> None:
+def _remove_keys(cuts: dict[int, Cut], numbers: Iterable[int]) -> None:
     for number in numbers:
-        del known[number]
+        del cuts[number]

@@ -11,7 +11,7 @@ one out. No gradient tells, so ranks compare themselves: when the optimizer is b
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,94 +21,107 @@ from ddp_zero.core.local import CLASS_KEY, ParamGroup, digest_of, parameters_of,
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
 from ddp_zero.parallel.members import Axes, Member, SharedGroups
-from ddp_zero.parallel.placement import Held
+from ddp_zero.parallel.placement import LocalParameter
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 _HOLDERS = 11
 """Sets of pipeline stages that compare groups of their own; a message has room for no more."""
 
-_Placed = tuple[int, dict[str, str]]
-"""The position of a group among all, and its options."""
+
+class _PlacedOptions(NamedTuple):
+    """The options of a group, as text, and the group's position among all groups."""
+
+    position: int
+    options: dict[str, str]
+
 
 # When the optimizer is built
 
 
 def arguments_of(optimizer_class: object, options: Mapping[str, Any]) -> dict[str, object]:
-    """The class and all options of the constructor, for `agreements`."""
-    shown = {name: str(value) if name in _DECIDING else written(value) for name, value in options.items()}
-    return {"optimizer class": _name(optimizer_class), **{f"argument {name}=": one for name, one in shown.items()}}
+    """The class and all options of the constructor, for `agree_across`."""
+    texts = {
+        f"argument {name}=": str(value) if name in _DECIDING else written(value) for name, value in options.items()
+    }
+    return {"optimizer class": _name(optimizer_class), **texts}
 
 
-def declare(
+def declare_groups(
     axes: Axes,
-    statements: Sequence[Agreement],
+    agreements: Sequence[Agreement],
     groups: Sequence[ParamGroup],
     members: Sequence[SharedGroups],
     optimizer_class: Callable[..., Optimizer],
     model: nn.Module,
     first: int = 0,
 ) -> None:
-    """State groups along each axis, in an agreement of each, the data-parallel one first.
+    """Declare what must be equal of these groups on the ranks along each axis: number, classes, options, parameters.
 
-    ``first`` is the position of the first of these groups among all; above 0 they are added, on all ranks of the mesh.
+    ``agreements`` has one per axis, that of the data-parallel ranks first. ``first`` is the position of the first of
+    these groups among all groups; above 0 they are being added, on all ranks of the mesh.
     """
     names = {id(param): name.removeprefix("module.") for name, param in model.named_parameters()}
-    wholes = [one.find_wholes(optimizer_class) for one in members]
-    for dim, statement in zip([None, *axes.along], statements, strict=True):
+    split_params = [member.find_split_parameters(optimizer_class) for member in members]
+    for dim, agreement in zip([None, *axes.comm_of_dim], agreements, strict=True):
         if dim is not None:
-            facts = [one.facts() for of_dim in wholes for one in of_dim.get(dim, ())]
-            statement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
+            facts = [split.facts() for of_dim in split_params for split in of_dim.get(dim, ())]
+            agreement.declare(f"parts along {dim!r} of matrices that are stepped whole", facts)
         is_pipeline = dim is not None and dim == axes.pipeline
         if is_pipeline and first == 0:
             continue
         if not is_pipeline:
-            statement.declare("number of parameter groups", first + len(groups))
+            agreement.declare("number of parameter groups", first + len(groups))
         for position, group in enumerate(groups, first):
             kind = group.get(CLASS_KEY, optimizer_class)
             place = "the added group" if is_pipeline else f"parameter group {position}"  # stages may have more groups
-            statement.declare_options(group, parameters_of(kind) or (), place)
-            statement.declare(f"optimizer_class of {place}", _name(kind))
+            agreement.declare_options(group, parameters_of(kind) or (), place)
+            agreement.declare(f"optimizer_class of {place}", _name(kind))
         if dim is not None and not is_pipeline:
-            _declare_parameters(statement, members, dim, names)
+            _declare_parameters(agreement, members, dim, names)
 
 
 def _declare_parameters(
-    statement: Agreement, members: Sequence[SharedGroups], dim: str, names: Mapping[int, str]
+    agreement: Agreement, members: Sequence[SharedGroups], dim: str, names: Mapping[int, str]
 ) -> None:
-    for position, number, one in _each(members):
-        is_cut = dim in one.cut_over
-        if is_cut and one.source is None and one.declared.get(dim) is None:
+    for position, number, local in _each_parameter(members):
+        is_cut = dim in local.cut_over
+        if is_cut and local.source is None and local.declared.get(dim) is None:
             continue  # in an unknown way: a rank may have parameters that are parts of nothing
-        cut = one.single_cut()
-        sizes = [
-            "part" if is_cut and (cut is None or at == cut[1]) else size for at, size in enumerate(one.param.shape)
-        ]
-        name = names.get(id(one.given), number)  # by which a part may be called differently on each rank
-        what = one.label if is_cut else f"parameter {name} of parameter group {position}"
-        statement.declare(what, f"{one.param.dtype} {sizes}{'' if one.given.requires_grad else ', frozen,'}")
+        cut = local.single_cut()
+        cut_dims = [] if not is_cut else range(local.param.dim()) if cut is None else [cut[1]]
+        sizes = ["part" if at in cut_dims else size for at, size in enumerate(local.param.shape)]
+        name = names.get(id(local.given), number)  # by which a part may be called differently on each rank
+        what = local.label if is_cut else f"parameter {name} of parameter group {position}"
+        agreement.declare(what, f"{local.param.dtype} {sizes}{'' if local.given.requires_grad else ', frozen,'}")
 
 
-def declare_values(axes: Axes, statements: Sequence[Agreement], members: Sequence[SharedGroups]) -> None:
-    """State the first values of parameters that are replicated along the tensor dimension; see `declare`."""
-    for dim, statement in zip([None, *axes.along], statements, strict=True):
+def declare_values(axes: Axes, agreements: Sequence[Agreement], members: Sequence[SharedGroups]) -> None:
+    """State the first values of parameters that are replicated along the tensor dimension; see `declare_groups`."""
+    for dim, agreement in zip([None, *axes.comm_of_dim], agreements, strict=True):
         if dim is not None and dim != axes.pipeline:
             replicated = _replicated_parameters(members, dim)
-            for one, sample in zip(replicated, sample_values([one.param for one in replicated]), strict=True):
-                statement.declare(f"values of {one.label}, which is taken as replicated along {dim!r},", sample)
+            for local, sample in zip(replicated, sample_values([local.param for local in replicated]), strict=True):
+                agreement.declare(f"values of {local.label}, which is taken as replicated along {dim!r},", sample)
 
 
-def _replicated_parameters(members: Sequence[SharedGroups], dim: str) -> list[Held]:
+def _replicated_parameters(members: Sequence[SharedGroups], dim: str) -> list[LocalParameter]:
     """Parameters that ranks along a dimension hold alike; not those whose process group says which ranks hold them."""
-    return [one for member in members if member.group is None for one in member.held if dim not in one.cut_over]
+    return [
+        local
+        for member in members
+        if member.group is None
+        for local in member.local_params
+        if dim not in local.cut_over
+    ]
 
 
-def _each(members: Sequence[SharedGroups]) -> Iterator[tuple[int, int, Held]]:
-    """Each parameter of members, with the position of its group among all and its number in that."""
+def _each_parameter(members: Sequence[SharedGroups]) -> Iterator[tuple[int, int, LocalParameter]]:
+    """For each parameter: the position of its group among all groups, its index in the group, and the parameter."""
     for member in members:
-        of_member = iter(member.held)
+        remaining = iter(member.local_params)
         for position, group in zip(member.positions, member.groups, strict=True):
-            for number, _ in enumerate(group["params"]):
-                yield position, number, next(of_member)
+            for index_in_group, _ in enumerate(group["params"]):
+                yield position, index_in_group, next(remaining)
 
 
 def _name(kind: object) -> str:
@@ -119,21 +132,22 @@ def _name(kind: object) -> str:
 
 
 class Comparison:
-    """Compares groups and parameters of these members between ranks. Building one is a collective of the mesh."""
+    """Compares groups and parameters of these members between ranks. Construction is a collective of the mesh."""
 
     def __init__(self, axes: Axes, members: Sequence[Member]) -> None:
         self._members = members
-        self.look(is_silent=False)
-        self._dims: dict[int, str | None] = {id(axes.everyone): None}
-        self._dims |= {id(comm): dim for dim, comm in axes.along.items()}
+        self.note_options(is_silent=False)
+        self._dims: dict[int, str | None] = {id(axes.data_comm): None}
+        self._dims |= {id(comm): dim for dim, comm in axes.comm_of_dim.items()}
         self._pipeline = axes.pipeline
-        shared = [member.shared for member in members]
-        self._replicated = {dim: _replicated_parameters(shared, dim) for dim in axes.along if dim != axes.pipeline}
-        pipeline = axes.along.get(axes.pipeline or "")
+        groups = [member.shared for member in members]
+        replicating_dims = [dim for dim in axes.comm_of_dim if dim != axes.pipeline]
+        self._replicated = {dim: _replicated_parameters(groups, dim) for dim in replicating_dims}
+        pipeline = axes.comm_of_dim.get(axes.pipeline or "")
         self._common = [] if pipeline is None else self._common_along(pipeline)
 
-    def look(self, is_silent: bool) -> None:
-        """Take note of options that the loop has given; ``is_silent`` where no loop does, on a rank that has joined."""
+    def note_options(self, is_silent: bool) -> None:
+        """Note the options that the loop has set; ``is_silent`` on a rank that has joined: it compares nothing."""
         self._is_silent = is_silent
         for member in self._members:
             shard_of(member.zero).local_step.options.note_changes_of_loop(member.zero.param_groups)
@@ -143,75 +157,79 @@ class Comparison:
         if self._is_silent:
             return []
         if dim is not None and dim == self._pipeline:
-            values = self._of_stage()
+            groups = self._groups_of_stage()
             return [
-                float(digest_of([values[key][1] for key in keys])) if comm.group_rank in ranks else 0.0
+                float(digest_of([groups[key].options for key in keys])) if comm.group_rank in ranks else 0.0
                 for ranks, keys in self._common
             ]
-        found = [float(digest_of(self._options()))]
+        digests = [float(digest_of(self._options()))]
         if dim is not None:
-            found.append(float(digest_of([_training(one) for one in self._replicated[dim]])))
-        return found
+            digests.append(float(digest_of([_training(local) for local in self._replicated[dim]])))
+        return digests
 
     def difference(self, comm: Communicator) -> tuple[GroupRank, str]:
         dim = self._dims[id(comm)]
-        options = self._of_stage() if dim is not None and dim == self._pipeline else self._options()
-        training = {one.label: _training(one) for one in self._replicated.get(dim or "", ())}
+        options = self._groups_of_stage() if dim is not None and dim == self._pipeline else self._options()
+        training = {local.label: _training(local) for local in self._replicated.get(dim or "", ())}
         if self._is_silent:
             options, training = {}, {}
-        every = [json.loads(text) for text in comm.all_gather_text(json.dumps([options, training]))]
-        for rank, (theirs, trained) in enumerate(every):
-            for one, (others, others_trained) in enumerate(every[:rank]):
-                who = comm.name(GroupRank(one)), comm.name(GroupRank(rank))
-                for key in sorted(others.keys() & theirs.keys()):
-                    (position, mine), (_, own) = others[key], theirs[key]
-                    name = next((name for name in mine | own if mine.get(name) != own.get(name)), None)
+        gathered = [json.loads(text) for text in comm.all_gather_text(json.dumps([options, training]))]
+        for rank, (options, training) in enumerate(gathered):
+            for earlier, (earlier_options, earlier_training) in enumerate(gathered[:rank]):
+                names = comm.name(GroupRank(earlier)), comm.name(GroupRank(rank))
+                for key in sorted(earlier_options.keys() & options.keys()):
+                    (position, before), (_, now) = earlier_options[key], options[key]
+                    name = next((name for name in before | now if before.get(name) != now.get(name)), None)
                     if name is not None:
-                        values = mine.get(name, "none"), own.get(name, "none")
-                        message = difference_in_options(position, name, *zip(values, who, strict=True))
+                        values = before.get(name, "none"), now.get(name, "none")
+                        message = difference_in_options(position, name, *zip(values, names, strict=True))
                         return GroupRank(rank), message
-                for label, state in trained.items():
-                    if (other := others_trained.get(label, state)) != state:
-                        return GroupRank(rank), _trains_elsewhere(label, (other, who[0]), (state, who[1]))
+                for label, state in training.items():
+                    if (earlier_state := earlier_training.get(label, state)) != state:
+                        return GroupRank(rank), _trains_elsewhere(label, (earlier_state, names[0]), (state, names[1]))
         raise AssertionError("numbers have differed")
 
-    def _options(self) -> dict[str, _Placed]:
-        placed = [one for member in self._members for one in _place(member)]
-        return {str(position): (position, values) for position, values in sorted(placed, key=lambda one: one[0])}
+    def _options(self) -> dict[str, _PlacedOptions]:
+        """The options of all groups on this rank, by position."""
+        placed = [options for member in self._members for options in _options_of(member)]
+        return {str(options.position): options for options in sorted(placed, key=lambda options: options.position)}
 
-    def _of_stage(self) -> dict[str, _Placed]:
+    def _groups_of_stage(self) -> dict[str, _PlacedOptions]:
         """The options of groups without a process group, by their number and what all of these were built with."""
-        placed, firsts = [], []
-        for member in (one for one in self._members if one.shared.group is None):
-            placed += _place(member)
-            firsts += [sorted(first.items()) for first in shard_of(member.zero).local_step.options.initial]
-        ordered = sorted(zip(placed, firsts, strict=True), key=lambda one: one[0][0])
-        built = digest_of([first for _, first in ordered])  # stages with other groups number them differently
-        return {f"{number} {built}": one for number, (one, _) in enumerate(ordered)}
+        pairs: list[tuple[_PlacedOptions, list[tuple[str, str]]]] = []
+        for member in self._members:
+            if member.shared.group is None:
+                initial = shard_of(member.zero).local_step.options.initial
+                pairs += zip(_options_of(member), [sorted(options.items()) for options in initial], strict=True)
+        pairs.sort(key=lambda pair: pair[0].position)
+        built = digest_of([initial for _, initial in pairs])  # stages with other groups number them differently
+        return {f"{number} {built}": options for number, (options, _) in enumerate(pairs)}
 
     def _common_along(self, comm: Communicator) -> list[tuple[frozenset[int], list[str]]]:
         """Groups that several stages were built with, by the ranks that have them. A collective of the pipeline."""
-        every = [json.loads(text) for text in comm.all_gather_text(json.dumps([*self._of_stage()]))]
-        holders: dict[frozenset[int], list[str]] = {}
-        for key in sorted({key for keys in every for key in keys}):
-            ranks = frozenset(rank for rank, keys in enumerate(every) if key in keys)
-            if len(ranks) > 1:
-                holders.setdefault(ranks, []).append(key)
-        return sorted(holders.items(), key=lambda item: (-len(item[0]), item[1]))[:_HOLDERS]
+        keys_of_ranks = [json.loads(text) for text in comm.all_gather_text(json.dumps([*self._groups_of_stage()]))]
+        keys_of_holders: dict[frozenset[int], list[str]] = {}
+        for key in sorted({key for keys in keys_of_ranks for key in keys}):
+            holders = frozenset(rank for rank, keys in enumerate(keys_of_ranks) if key in keys)
+            if len(holders) > 1:
+                keys_of_holders.setdefault(holders, []).append(key)
+        return sorted(keys_of_holders.items(), key=lambda item: (-len(item[0]), item[1]))[:_HOLDERS]
 
 
-def _place(member: Member) -> list[_Placed]:
-    return [*zip(member.shared.positions, shard_of(member.zero).local_step.options.values, strict=True)]
+def _options_of(member: Member) -> list[_PlacedOptions]:
+    """The options of a member's groups, as the training loop has set them last."""
+    values = shard_of(member.zero).local_step.options.values
+    return [_PlacedOptions(*pair) for pair in zip(member.shared.positions, values, strict=True)]
 
 
-def _training(one: Held) -> str:
-    if not one.param.requires_grad:
+def _training(local: LocalParameter) -> str:
+    if not local.param.requires_grad:
         return "frozen"
-    return "without a gradient" if one.param.grad is None else "with a gradient"
+    return "without a gradient" if local.param.grad is None else "with a gradient"
 
 
-def _trains_elsewhere(label: str, one: tuple[str, str], other: tuple[str, str]) -> str:
-    shown = " and ".join(f"{state} on {rank}" for state, rank in (one, other))
+def _trains_elsewhere(label: str, *state_and_rank: tuple[str, str]) -> str:
+    shown = " and ".join(f"{state} on {rank}" for state, rank in state_and_rank)
     return (
         f"Expected {label}, which these ranks replicate, to be stepped on all of them or on none, got {shown}. "
         "Freeze it and drop its gradient alike on all ranks, or declare by sharded_over= that each holds a part of it. "

@@ -57,7 +57,7 @@ class ScalerReport:
         """Add gradients that were averaged after the scaler has looked: a sum of finite ones may have overflowed."""
         sums = [torch.isfinite(grad).all() for grad in grads if grad is not None]
         if sums:
-            seen = torch.stack([one.to(self._found.device) for one in sums])
+            seen = torch.stack([total.to(self._found.device) for total in sums])
             self._found = self._found + (1.0 - seen.all().float())
 
     def write_back(self, has_stepped: bool) -> None:

@@ -20,7 +20,7 @@ from ddp_zero.core.comm import Communicator, StepFailedElsewhereError, average_i
 from ddp_zero.core.ddp import finds_unused, in_buckets, models_over, reduced_parameters
 from ddp_zero.core.local import ParameterTable
 from ddp_zero.core.plan import GroupRank
-from ddp_zero.parallel.placement import Held
+from ddp_zero.parallel.placement import LocalParameter
 
 _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
@@ -34,7 +34,7 @@ class Averages:
 
     comm: Communicator
     table: ParameterTable
-    held: Sequence[Held]
+    local_params: Sequence[LocalParameter]
     divisor: int  # of the sums: the number of ranks with separate inputs
     are_done: bool = field(init=False, default=False)  # True from `take` until `forget`
     _is_first: bool = field(init=False, default=True)
@@ -55,22 +55,22 @@ class Averages:
             return
         # redistributes gradients of distributed tensors if needed, a collective of their mesh: ranks that return above
         # must return together
-        for one in self.held:
-            one.bring_gradient()
+        for param in self.local_params:
+            param.fetch_gradient()
         params = self.table.params
-        mine = [_FAILED] * len(params)
+        flags = [_FAILED] * len(params)
         try:
             if error is None:
-                mine = self._statements()
+                flags = self._statements()
         except NotImplementedError as raised:
             error = raised
         # a failed rank sends its flags too: its peers wait here for them
-        every = torch.stack(self.comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
+        all_flags = torch.stack(self.comm.all_gather_tensor(torch.tensor(flags, dtype=torch.uint8)))
         if error is not None:
             raise error.with_traceback(error.__traceback__)
-        self._check(every)
+        self._check(all_flags)
         # from the flags of all ranks, so that all average the same parameters in the same order, whoever has used them
-        used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
+        used = [index for index, has in enumerate((all_flags & _HAS).any(dim=0).tolist()) if has]
         average_in_place(self.comm, [_gradient(params[index]) for index in used], self.divisor - left_out)
         self.are_done = True
 
@@ -95,15 +95,15 @@ class Averages:
         reduced = {id(param) for ddp in models_over(params) for _, param in in_buckets(ddp)}
         return reduced.intersection(map(id, params))
 
-    def _check(self, every: Tensor) -> None:
+    def _check(self, all_flags: Tensor) -> None:
         table, name = self.table, self.comm.name
-        failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
+        failed = [name(GroupRank(rank)) for rank, flags in enumerate(all_flags[:, :1].tolist()) if _FAILED in flags]
         if failed:
             raise StepFailedElsewhereError(
                 f"Expected gradients of every rank, got a failure on {', '.join(failed)}. Treat the error there. "
                 "[ZERO-505]"
             )
-        for index, column in enumerate(every.T.tolist()):
+        for index, column in enumerate(all_flags.T.tolist()):
             if any(flags & _REDUCED for flags in column):
                 raise RuntimeError(
                     f"A DDP model reduces {table.label(index)}, whose gradient the optimizer averages as well. Give "
@@ -112,7 +112,7 @@ class Averages:
                 )
             trains = [bool(flags & _TRAINS) for flags in column]
             if len(set(trains)) > 1:
-                frozen, trained = (name(GroupRank(trains.index(one))) for one in (False, True))
+                frozen, trained = (name(GroupRank(trains.index(flag))) for flag in (False, True))
                 raise RuntimeError(
                     f"{table.label(index)} is frozen on {frozen} and trainable on {trained}, which both hold it. "
                     "Freeze it on all ranks of its process_group. [ZERO-821]"
@@ -168,12 +168,14 @@ class _Tie:
         trained = [param for param in self._params if param.requires_grad]
         if not (trained and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return output
-        found = list[Tensor]()
-        tree_map_only(Tensor, found.append, output)
-        if not any(one.requires_grad for one in found) or not set(map(id, trained)).isdisjoint(_leaves_of(found)):
+        outputs = list[Tensor]()
+        tree_map_only(Tensor, outputs.append, output)
+        if not any(tensor.requires_grad for tensor in outputs) or not set(map(id, trained)).isdisjoint(
+            _leaves_of(outputs)
+        ):
             return output
         tie: Callable[..., Tensor] = _WithZeros.apply
-        return tree_map_only(Tensor, lambda one: tie(one, *trained) if one.requires_grad else one, output)
+        return tree_map_only(Tensor, lambda tensor: tie(tensor, *trained) if tensor.requires_grad else tensor, output)
 
 
 class _WithZeros(Function):
@@ -191,11 +193,13 @@ class _WithZeros(Function):
 
 def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
     seen = set[Any]()
-    waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
             yield id(node.variable)
-        following: list[Any] = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        following: list[Any] = [
+            output for output, _ in node.next_functions if output is not None and output not in seen
+        ]
         seen.update(following)
         waiting += following

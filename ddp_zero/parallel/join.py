@@ -78,16 +78,16 @@ class PeersUnderJoin:
             return mine
         least = most = int(mine)
         for comm in self._comms[1:]:
-            every = comm.all_gather_ints([least, most])
-            least, most = min(low for low, _ in every), max(high for _, high in every)
-        told = self._comms[0].all_gather_ints([int(least != most), int(mine)])
-        progress = [one for _, one in told]
-        self.num_joined = sum(one >= Progress.JOINED for one in progress)
-        differ = any(flag for flag, _ in told) or any(len({progress[at] for at in tie}) > 1 for tie in self._ties)
-        if not differ and len({one for one in progress if one < Progress.JOINED}) < 2:
+            gathered = comm.all_gather_ints([least, most])
+            least, most = min(low for low, _ in gathered), max(high for _, high in gathered)
+        outcomes = self._comms[0].all_gather_ints([int(least != most), int(mine)])
+        progress = [state for _, state in outcomes]
+        self.num_joined = sum(state >= Progress.JOINED for state in progress)
+        differ = any(flag for flag, _ in outcomes) or any(len({progress[at] for at in tie}) > 1 for tie in self._ties)
+        if not differ and len({state for state in progress if state < Progress.JOINED}) < 2:
             return Progress(min(progress))
-        here = self._comms[0]
-        rank = here.global_rank(here.group_rank)
+        data_comm = self._comms[0]
+        rank = data_comm.global_rank(data_comm.group_rank)
         texts = all_gather_text_across(self._comms, f"{rank} {int(mine >= Progress.JOINED)}")
         texts.sort(key=lambda text: int(text.split()[0]))
         left = ", ".join(text.split()[0] for text in texts if text.endswith(" 1"))
@@ -110,8 +110,10 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
     place = {rank: at for at, rank in enumerate(ranks)}
     ties: list[list[int]] = []
     for member in members:
-        stated = [tuple(sorted(place[rank] for rank in one if rank in place)) for one in member.stated]
-        groups = sorted(set(stated))
+        groups_of_ranks = [
+            tuple(sorted(place[rank] for rank in holders if rank in place)) for holders in member.group_ranks
+        ]
+        groups = sorted(set(groups_of_ranks))
         if len({len(group) for group in groups}) > 1:
             raise NotImplementedError(
                 f"Join needs as many ranks with one expert as with another, got {sorted(map(len, groups))} in "
@@ -125,11 +127,11 @@ def ties_of(members: Sequence[Member], ranks: Sequence[int]) -> list[list[int]]:
 
 def connected_sets(ties: Sequence[Sequence[int]]) -> list[list[int]]:
     """The connected components of places, where each tie connects its places; sorted."""
-    found: list[set[int]] = []
+    components: list[set[int]] = []
     for tie in ties:
-        touched = [one for one in found if not one.isdisjoint(tie)]
-        found = [one for one in found if one.isdisjoint(tie)] + [set(tie).union(*touched)]
-    return sorted(map(sorted, found))
+        touched = [component for component in components if not component.isdisjoint(tie)]
+        components = [component for component in components if component.isdisjoint(tie)] + [set(tie).union(*touched)]
+    return sorted(map(sorted, components))
 
 
 class ParallelJoin(JoinHook):
@@ -152,7 +154,7 @@ class ParallelJoin(JoinHook):
         self._members, self.peers, self._step, self.is_piped = members, peers, step, is_piped
         self._has_begun = False  # an iteration, without a DDP model
         self._stages: list[Any] = []
-        self._earlier = [(ddp, latest_join(ddp)) for one in members if (ddp := one.shared.ddp) is not None]
+        self._earlier = [(ddp, latest_join(ddp)) for member in members if (ddp := member.shared.ddp) is not None]
         undo = ExitStack()
         undo.callback(_disable, self._optimizer)
         #: Watch no more.
@@ -234,8 +236,10 @@ class ParallelJoin(JoinHook):
 
     def _in_order(self) -> list[Any]:
         """The DDP models of members, in the order of the pipeline."""
-        place = {id(stage.submod): at for at, stage in enumerate(self._stages)}
-        return sorted(filter(None, (one.shared.ddp for one in self._members)), key=lambda ddp: place[id(ddp)])
+        stage_index = {id(stage.submod): at for at, stage in enumerate(self._stages)}
+        return sorted(
+            filter(None, (member.shared.ddp for member in self._members)), key=lambda ddp: stage_index[id(ddp)]
+        )
 
 
 def _disable(reference: "weakref.ref[Joinable]") -> None:

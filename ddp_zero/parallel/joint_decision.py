@@ -63,7 +63,7 @@ class HeldErrors:
             raise error.with_traceback(error.__traceback__)
 
 
-class Alike(Protocol):
+class ComparedNumbers(Protocol):
     """Numbers that ranks compare along a level."""
 
     def numbers(self, comm: Communicator) -> list[float]:
@@ -89,12 +89,17 @@ class GlobalErrorCheck:
 
         Raises StepFailedElsewhereError on every rank if another has failed, RuntimeError if subjects differ.
         """
-        every = self._gather_first(comm, mine[:_SLOTS], subject)
-        rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
-        return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
+        first_numbers = self._gather_first(comm, mine[:_SLOTS], subject)
+        further = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
+        return torch.cat([first_numbers[:, : min(_SLOTS, mine.numel())], *further], dim=1)
 
     def check(
-        self, error: Exception | None, doing: str, scale: float = 0.0, stated: object = None, alike: Alike | None = None
+        self,
+        error: Exception | None,
+        doing: str,
+        scale: float = 0.0,
+        decision: object = None,
+        alike: ComparedNumbers | None = None,
     ) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
@@ -107,11 +112,11 @@ class GlobalErrorCheck:
             error: this rank's.
             doing: for messages.
             scale: of a `GradScaler`, the same on all ranks; 0 without one.
-            stated: the decision that follows, as values that JSON knows; the same on all ranks.
+            decision: the decision that follows, as values that JSON knows; the same on all ranks.
             alike: what else ranks compare.
         """
         self._known, self._told = {}, 0
-        self._end(error, doing, "", scale, stated, alike)
+        self._end(error, doing, "", scale, decision, alike)
 
     def conclude(self, error: Exception | None) -> None:
         """As `check`, at the end of a step, which may have changed parameters."""
@@ -130,15 +135,15 @@ class GlobalErrorCheck:
         doing: str,
         remedy: str,
         scale: float = 0.0,
-        stated: object = None,
-        alike: Alike | None = None,
+        decision: object = None,
+        alike: ComparedNumbers | None = None,
     ) -> None:
         """Raise on every rank if any has failed; for the arguments see `check`."""
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
         if is_own:
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
         try:
-            has_failed = self._tell(error is not None, scale, stated, alike)
+            has_failed = self._tell(error is not None, scale, decision, alike)
         except RuntimeError:
             if error is not None:
                 # the reason on this rank: a peer that is lost is lost here, too
@@ -151,18 +156,20 @@ class GlobalErrorCheck:
             message = f"Expected {doing} to succeed on every rank, got {describe_errors(known)}. {remedy}".strip()
             raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
-    def _tell(self, has_failed: bool, scale: float = 0.0, stated: object = None, alike: Alike | None = None) -> bool:
+    def _tell(
+        self, has_failed: bool, scale: float = 0.0, decision: object = None, alike: ComparedNumbers | None = None
+    ) -> bool:
         """Report to the remaining levels; returns True if any rank has failed."""
         # inner levels first, on every rank: an error found in one is reported to the next in the same pass. Scales and
         # decisions that differ anywhere differ within a level that all ranks have a part in, or are told by the next
         for comm in self._comms[self._told :]:
             try:
                 numbers = [] if alike is None else alike.numbers(comm)
-                head = torch.tensor([scale, digest_of(stated), *numbers], dtype=torch.float64)
-                every = self._gather_first(comm, head, _FAILED if has_failed else _ENDED)
-                has_failed |= self._has_other_scale(comm, every[:, 0].tolist())
-                has_failed |= self._has_other_decision(comm, every[:, 1].tolist(), stated)
-                has_failed |= self._are_unlike(comm, every[:, 2:], alike)
+                head = torch.tensor([scale, digest_of(decision), *numbers], dtype=torch.float64)
+                gathered = self._gather_first(comm, head, _FAILED if has_failed else _ENDED)
+                has_failed |= self._has_other_scale(comm, gathered[:, 0].tolist())
+                has_failed |= self._has_other_decision(comm, gathered[:, 1].tolist(), decision)
+                has_failed |= self._are_unlike(comm, gathered[:, 2:], alike)
             except StepFailedElsewhereError:
                 has_failed = True
         return has_failed
@@ -177,11 +184,11 @@ class GlobalErrorCheck:
         )
         return True
 
-    def _has_other_decision(self, comm: Communicator, digests: Sequence[float], stated: object) -> bool:
+    def _has_other_decision(self, comm: Communicator, digests: Sequence[float], decision: object) -> bool:
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is None:
             return False
-        texts = comm.all_gather_text(json.dumps(stated))  # all ranks of the level have seen the difference
+        texts = comm.all_gather_text(json.dumps(decision))  # all ranks of the level have seen the difference
         error = RuntimeError(
             f"Expected one decision on all ranks that hold a part of the model, got {texts[0]} on "
             f"{comm.name(GroupRank(0))} and {texts[other]} on {comm.name(GroupRank(other))}. Call opt.step() and "
@@ -190,9 +197,9 @@ class GlobalErrorCheck:
         self._known[comm.global_rank(GroupRank(other))] = f"RuntimeError: {error}"
         return True
 
-    def _are_unlike(self, comm: Communicator, numbers: Tensor, alike: Alike | None) -> bool:
-        stated = [{number for number in column if number} for column in numbers.T.tolist()]
-        if alike is None or all(len(different) <= 1 for different in stated):
+    def _are_unlike(self, comm: Communicator, numbers: Tensor, alike: ComparedNumbers | None) -> bool:
+        decision = [{number for number in column if number} for column in numbers.T.tolist()]
+        if alike is None or all(len(different) <= 1 for different in decision):
             return False
         rank, message = alike.difference(comm)
         self._known.setdefault(comm.global_rank(rank), f"RuntimeError: {message}")  # a decision about them says more
@@ -204,24 +211,24 @@ class GlobalErrorCheck:
         first = torch.zeros(_SLOTS + 1, dtype=torch.float64)
         first[0] = subject
         first[1 : 1 + head.numel()] = head
-        every = torch.stack(comm.all_gather_tensor(first))
-        subjects = every[:, 0].tolist()
-        if any(one != subject for one in subjects) or subject == _FAILED:
-            self._told = 1 + next(place for place, one in enumerate(self._comms) if one is comm)
+        gathered = torch.stack(comm.all_gather_tensor(first))
+        subjects = gathered[:, 0].tolist()
+        if any(other_subject != subject for other_subject in subjects) or subject == _FAILED:
+            self._told = 1 + next(place for place, other_subject in enumerate(self._comms) if other_subject is comm)
         if _FAILED in subjects:
             # all ranks of the level have seen `_FAILED`, so all take part
             for text in comm.all_gather_text(json.dumps(self._known)):
                 self._known.update({int(rank): message for rank, message in json.loads(text).items()})
             message = f"Expected every rank to decide, got {describe_errors(self._known)}."
             raise StepFailedElsewhereError(coded(message, "[ZERO-505]"))
-        other = next((rank for rank, one in enumerate(subjects) if one != subjects[0]), None)
+        other = next((rank for rank, other_subject in enumerate(subjects) if other_subject != subjects[0]), None)
         if other is not None:
             raise RuntimeError(
                 f"The limits or parameter groups of a decision differ between {comm.name(GroupRank(0))} and "
                 f"{comm.name(GroupRank(other))}. Set max_grad_norm of groups, and call opt.step() and "
                 "opt.clip_grad_norm_(), alike on all ranks that hold a part of the model. [ZERO-820]"
             )
-        return every[:, 1:]
+        return gathered[:, 1:]
 
 
 def describe_errors(errors: Mapping[int, str]) -> str:
@@ -274,9 +281,9 @@ class JointDecision:
                 except StopIteration as ended:
                     results[member] = ended.value
             joined = self._exchange() if self._stats_of_member and self._levels else None
-            for member, own in self._stats_of_member.items():
+            for member, stats in self._stats_of_member.items():
                 try:
-                    parts[member].send(own if joined is None else self._stats_for(member, own, joined))
+                    parts[member].send(stats if joined is None else self._stats_for(member, stats, joined))
                 except StopIteration as ended:
                     results[member] = ended.value
         finally:
@@ -299,8 +306,8 @@ class JointDecision:
     def find_nonfinite(self) -> NonfiniteGradient | None:
         """The first non-finite gradient of any member, here or on outer ranks. A collective, once for all members."""
         if self._nonfinite is None:
-            found = [stats.find() for _, stats in sorted(self._stats_of_member.items())]
-            first = next((gradient for gradient in found if gradient is not None), None)
+            of_members = [stats.find() for _, stats in sorted(self._stats_of_member.items())]
+            first = next((gradient for gradient in of_members if gradient is not None), None)
             text = "" if first is None else json.dumps([first.parameter, first.rank, first.description])
             # all ranks enter: `find_nonfinite` is called after a joint flag, which is equal on all of them
             for level in self._levels:
@@ -316,7 +323,7 @@ class JointDecision:
             for member, stats in sorted(self._stats_of_member.items())
         ]
         keys = sorted({key for stats in all_stats for key in stats.totals})
-        known = [total for stats in all_stats for total in stats.totals.values() if total is not None]
+        totals = [total for stats in all_stats for total in stats.totals.values() if total is not None]
         norm_types = {stats.norm_type for stats in all_stats if stats.totals} or {2.0}
         assert len(norm_types) == 1, "members have the options of one optimizer"
         norm_type = norm_types.pop()
@@ -325,14 +332,14 @@ class JointDecision:
         rows = torch.tensor(numbers, dtype=torch.float64).reshape(len(all_stats), len(keys))
         # also where a total does not count
         flag = sum(float(stats.flag) for stats in all_stats) + (not rows.isfinite().all())
-        is_wide = any(total.dtype == torch.float64 for total in known)
+        is_wide = any(total.dtype == torch.float64 for total in totals)
         for level in self._levels:
-            mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
+            numbers_of_rank = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
             # once joined, members do not matter: pipeline stages may have different ones
-            every = self._errors.gather(level.comm, mine, digest_of([keys, norm_type, members]))
-            flag = float(every[:, 0].sum())
-            is_wide = bool(every[:, 1].any())
-            norms = every[:, 2:].reshape(len(every), *rows.shape)
+            gathered = self._errors.gather(level.comm, numbers_of_rank, digest_of([keys, norm_type, members]))
+            flag = float(gathered[:, 0].sum())
+            is_wide = bool(gathered[:, 1].any())
+            norms = gathered[:, 2:].reshape(len(gathered), *rows.shape)
             counted = None if level.counted is None else [level.counted[member] for member in members]
             rows = join_norms(norms, counted, norm_type)[None]
             members = members[:1]

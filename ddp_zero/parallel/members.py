@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
@@ -42,8 +42,8 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of
 from ddp_zero.options import PARALLEL_KEYS, PARALLEL_OPTIONS
 from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
 from ddp_zero.parallel.joint_decision import HeldErrors, OtherMembers
-from ddp_zero.parallel.placement import Held, holding_of, read_cuts
-from ddp_zero.parallel.whole import PART_KEY, Cut, StateRoutes, mark, meeting_class, places_for
+from ddp_zero.parallel.placement import LocalParameter, local_parameter, read_cuts
+from ddp_zero.parallel.whole import PART_NUMBER_KEY, Cut, StateRoutes, gathering_class, number_of_part, places_for
 from ddp_zero.values import ddp_models_in
 
 _REFUSED = {"process_group": "Parameter groups name theirs.", "overlap_with_ddp": "Use overlap=."}
@@ -102,49 +102,54 @@ def data_group(
 
 
 def copy_groups(params: Any, model: nn.Module) -> Any:
-    """Parameter groups that may be modified."""
+    """The constructor's ``params`` with copies of group dicts, so that they may be changed; all parameters for None."""
     named = [(name, param) for name, param in model.named_parameters()]
     if params is None:
         return named
     if callable(params):
         return group_by_options(named, params)
     check_params(params)
-    return [dict(one) if isinstance(one, dict) else one for one in params]
+    return [dict(item) if isinstance(item, dict) else item for item in params]
 
 
 def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
     """The option of that name, or its default: the same in all members, whether or not their steps wait."""
-    given: str | None = options.get("nonfinite")
-    if given is not None:
-        return given
-    deciding = [options.get("max_grad_norm"), options.get("loss_scale"), *(one.get("max_grad_norm") for one in groups)]
-    return "step" if all(one is None for one in deciding) else "skip"
+    action: str | None = options.get("nonfinite")
+    if action is not None:
+        return action
+    limits = [options.get("max_grad_norm"), *(group.get("max_grad_norm") for group in groups)]
+    clips_or_scales = options.get("loss_scale") is not None or any(limit is not None for limit in limits)
+    return "skip" if clips_or_scales else "step"
 
 
 @contextmanager
-def agreements(comms: Sequence[Communicator], doing: str, facts: Mapping[str, object]) -> Iterator[list[Agreement]]:
-    """A block that succeeds on all of these ranks, with the same facts, or raises on all."""
+def agree_across(comms: Sequence[Communicator], doing: str, facts: Mapping[str, object]) -> Iterator[list[Agreement]]:
+    """A context that succeeds on all ranks of these groups, or raises on all; ``facts`` must be equal on all of them.
+
+    Yields an `Agreement` per group, in order, for further facts.
+    """
     with ExitStack() as stack:
         # each group agrees twice: an error found in the last agreement must still reach groups that had agreed before
-        told = comms if len(comms) > 1 else ()
-        every = [stack.enter_context(Agreement(comm, doing)) for comm in [*reversed(told), *reversed(comms)]]
-        found = every[len(told) :][::-1]
-        for agreement in found:
+        if len(comms) > 1:
+            for comm in reversed(comms):
+                stack.enter_context(Agreement(comm, doing))
+        agreements = [stack.enter_context(Agreement(comm, doing)) for comm in reversed(comms)][::-1]
+        for agreement in agreements:
             for name, fact in facts.items():
                 agreement.declare(name, fact)
-        yield found
+        yield agreements
 
 
 @dataclass(frozen=True)
 class Axes:
     """The ranks around this rank, along each axis of the job."""
 
-    everyone: Communicator  # the data-parallel ranks
+    data_comm: Communicator  # the data-parallel ranks
     mesh: DeviceMesh | None  # of all ranks
-    data: Sequence[str]  # names of its data-parallel dimensions
-    others: Sequence[str]  # names of its other dimensions
-    pipeline: str | None  # the axis among these along which ranks hold different parameters
-    along: Mapping[str, Communicator]  # by dimension among the others that has several ranks, the ranks along it
+    data_dims: Sequence[str]  # names of its data-parallel dimensions
+    other_dims: Sequence[str]  # names of its other dimensions
+    pipeline: str | None  # the dimension among these along which ranks are pipeline stages
+    comm_of_dim: Mapping[str, Communicator]  # for each of the other dimensions with several ranks: the ranks along it
 
     @classmethod
     def of(
@@ -156,42 +161,50 @@ class Axes:
         """
         others = other_dims(mesh, data, pipeline)
         device = next((param.device for param in model.parameters()), None)
-        everyone = Communicator(data_group(model, group, mesh, data), device=device)
-        several = [dim for dim in others if mesh is not None and mesh[dim].size() > 1]
-        groups = {} if mesh is None else {dim: mesh.get_group(dim) for dim in several}
-        along = {dim: Communicator(one, device=device) for dim, one in groups.items()}
-        return cls(everyone, mesh, data, others, pipeline, along)
+        data_comm = Communicator(data_group(model, group, mesh, data), device=device)
+        dims_of_several = [dim for dim in others if mesh is not None and mesh[dim].size() > 1]
+        groups = {} if mesh is None else {dim: mesh.get_group(dim) for dim in dims_of_several}
+        comm_of_dim = {dim: Communicator(ranks, device=device) for dim, ranks in groups.items()}
+        return cls(data_comm, mesh, data, others, pipeline, comm_of_dim)
 
     @property
     def comms(self) -> list[Communicator]:
         """The data-parallel ranks, then those along the other dimensions of several ranks."""
-        return [self.everyone, *self.along.values()]
+        return [self.data_comm, *self.comm_of_dim.values()]
 
     @property
     def stages(self) -> int:
         return 1 if self.mesh is None or self.pipeline is None else self.mesh[self.pipeline].size()
 
     @property
-    def kept(self) -> list[str]:
-        """Dimensions along which plain parameters differ or are shared by data-parallel ranks."""
-        return [*self.data, *([] if self.pipeline is None else [self.pipeline])]
+    def home_dims(self) -> list[str]:
+        """The data-parallel and pipeline dimensions: coordinates along these say which ranks hold a parameter."""
+        return [*self.data_dims, *([] if self.pipeline is None else [self.pipeline])]
 
 
 # Members
 
 
 @dataclass(frozen=True)
-class StatedWhole:
-    """A parameter that is stepped whole, as a rank with a part of it states it."""
+class SplitParameter:
+    """A parameter that is cut along one mesh dimension, and whose optimizer class must step it whole."""
 
-    held: Held  # the part
-    at: int  # the dimension that is cut
-    kind: type[Optimizer]
-    options: Mapping[str, Any]  # of its group
+    local: LocalParameter  # this rank's part of it
+    tensor_dim: int  # the dimension of the tensor that is cut
+    optimizer_class: type[Optimizer]
+    options: Mapping[str, Any]  # of its parameter group
 
     def facts(self) -> list[object]:
-        """All but the size of the part, which must be the same on all ranks that hold parts."""
-        return [self.kind.__qualname__, str(self.held.param.dtype), self.held.shape_with(self.at, -1)]
+        """Class, dtype and uncut dimensions, as JSON values: the same on all ranks that hold a part of it."""
+        shape = self.local.shape_with(self.tensor_dim, -1)
+        return [self.optimizer_class.__qualname__, str(self.local.param.dtype), shape]
+
+
+class GatherPlan(NamedTuple):
+    """The parameters whose parts are gathered on one rank for their step, and the ranks that do so."""
+
+    cuts: dict[type[Optimizer], dict[int, Cut]]  # by optimizer class, and `number_of_part`
+    comms: dict[str, Communicator]  # for each mesh dimension that cuts any: the ranks along it
 
 
 @dataclass(frozen=True)
@@ -204,16 +217,16 @@ class SharedGroups:
     ddp: DistributedDataParallel | None
     positions: Sequence[int]  # of the groups among all groups
     groups: Sequence[ParamGroup]  # without ``process_group`` and ``sharded_over``
-    held: Sequence[Held]  # this rank's view of each of their parameters, in the order of the groups
+    local_params: Sequence[LocalParameter]  # the parameters of all groups, as this rank holds them, in order
 
-    def joined(self, other: "SharedGroups") -> "SharedGroups":
-        """These groups, then others of the same ranks."""
+    def extended_by(self, other: "SharedGroups") -> "SharedGroups":
+        """A new value: these groups, followed by other groups that the same ranks hold."""
         return replace(
             self,
             ddp=self.ddp or other.ddp,
             positions=[*self.positions, *other.positions],
             groups=[*self.groups, *other.groups],
-            held=[*self.held, *other.held],
+            local_params=[*self.local_params, *other.local_params],
         )
 
     def describe(self) -> str:
@@ -221,16 +234,16 @@ class SharedGroups:
         shown = ", ".join(map(str, self.positions))
         return f"parameter group{'s' if len(self.positions) > 1 else ''} {shown}"
 
-    def ranks(self, everyone: Communicator) -> ProcessGroup:
-        return everyone.process_group if self.group is None else self.group
+    def ranks(self, data_comm: Communicator) -> ProcessGroup:
+        return data_comm.process_group if self.group is None else self.group
 
-    def check_can_arrive(self, options: Mapping[str, Any]) -> None:
-        """Check that parameters are where the model uses them, and when.
+    def check_distributed_tensors(self, options: Mapping[str, Any]) -> None:
+        """Check that the model will use the stepped values of distributed tensors (DTensors).
 
-        Raises ValueError for distributed tensors in flat storage, NotImplementedError for those that would arrive after
-        the step.
+        Raises ValueError for DTensors in flat storage, NotImplementedError for those that would be received after the
+        step.
         """
-        distributed = next((one.label for one in self.held if one.source is not None), None)
+        distributed = next((param.label for param in self.local_params if param.source is not None), None)
         if distributed is not None and options.get("parameters_as_bucket_view"):
             raise ValueError(
                 f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
@@ -242,80 +255,82 @@ class SharedGroups:
                 "and would not wait for this rank's part. Pass sync='step', or cut the parameters by hand. [ZERO-812]"
             )
 
-    def find_wholes(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[StatedWhole]]:
-        """Its parameters of which ranks along one dimension hold parts, and whose class needs wholes; by dimension."""
-        of_each = [options for options in self.groups for _ in options["params"]]
-        found: dict[str, list[StatedWhole]] = {}
-        for one, options in zip(self.held, of_each, strict=True):
-            kind = options.get(CLASS_KEY, optimizer_class)
-            cut = one.single_cut()
-            if cut is not None and isinstance(kind, type) and not is_elementwise_class(kind):
-                found.setdefault(cut[0], []).append(StatedWhole(one, cut[1], kind, options))
-        return found
+    def find_split_parameters(self, optimizer_class: Callable[..., Optimizer]) -> dict[str, list[SplitParameter]]:
+        """The parameters that are cut along one mesh dimension and must be stepped whole, by that dimension."""
+        group_of_param = [group for group in self.groups for _ in group["params"]]
+        split_params: dict[str, list[SplitParameter]] = {}
+        for local, group in zip(self.local_params, group_of_param, strict=True):
+            class_to_step = group.get(CLASS_KEY, optimizer_class)
+            cut = local.single_cut()
+            if cut is not None and isinstance(class_to_step, type) and not is_elementwise_class(class_to_step):
+                mesh_dim, tensor_dim = cut
+                split_params.setdefault(mesh_dim, []).append(SplitParameter(local, tensor_dim, class_to_step, group))
+        return split_params
 
-    def find_cuts(
+    def plan_gathers(
         self,
         optimizer_class: Callable[..., Optimizer],
         axes: Axes,
         max_byte_imbalance: float | None,
-        beside: "Member | None" = None,
-    ) -> tuple[dict[type[Optimizer], dict[int, Cut]], dict[str, Communicator]]:
-        """The parameters whose parts have to meet, by class and number, and the ranks among which, by dimension.
+        extended: "Member | None" = None,
+    ) -> GatherPlan:
+        """Find the parameters whose parts are gathered for their step, and assign a host and an owner to each.
 
-        A collective if there are any, or were before. NotImplementedError if the groups are added to the member
-        ``beside`` and parts are the first ones of different sizes in that.
+        A collective if there are any, or were before. ``extended`` is the member to which these groups are added, if
+        any; NotImplementedError if its gathered parts all have one size and those of these groups do not.
         """
-        wholes = self.find_wholes(optimizer_class)
-        mesh = axes.mesh
-        shared = self if beside is None else beside.shared.joined(self)
-        known, before = ({}, {}) if beside is None else (beside.over, beside.cuts)
-        states_owners = any(cut.owner is not None for cut in before.values())
-        comms, sizes, are_even = dict[str, Communicator](), dict[str, list[tuple[int, ...]]](), True
-        for dim in sorted({*wholes, *known}):
-            assert mesh is not None, "it has the dimension"
-            found = wholes.get(dim, [])
-            over = mesh.get_group(dim)
-            if dim in known:
-                comms[dim] = known[dim]
+        split_params = self.find_split_parameters(optimizer_class)
+        shared = self if extended is None else extended.shared.extended_by(self)
+        known_comms, known_cuts = ({}, {}) if extended is None else (extended.gather_comms, extended.cuts)
+        has_given_owners = any(cut.owner is not None for cut in known_cuts.values())
+        comms, part_lengths, are_even = dict[str, Communicator](), dict[str, list[tuple[int, ...]]](), True
+        for dim in sorted({*split_params, *known_comms}):
+            assert axes.mesh is not None, "it has the dimension"
+            split_along = split_params.get(dim, [])
+            if dim in known_comms:
+                comms[dim] = known_comms[dim]
             else:
-                comms[dim] = Communicator(over, next_generation(over), device=found[0].held.param.device)
-            comm = comms[dim]
+                group = axes.mesh.get_group(dim)
+                comms[dim] = Communicator(group, next_generation(group), device=split_along[0].local.param.device)
             # of all its parameters: sizes decide the owners, and the parts of a matrix can meet only if one
             # data-parallel rank owns all of them. A rank that owns none would not come, and be waited for
-            here = [list(one.param.shape) for one in shared.held], [one.held.param.shape[one.at] for one in found]
-            every = [json.loads(text) for text in comm.all_gather_text(json.dumps(here))]
-            are_even &= all(shapes == every[0][0] for shapes, _ in every)
-            sizes[dim] = [*zip(*(of_rank for _, of_rank in every), strict=True)]
+            shapes = [list(local.param.shape) for local in shared.local_params]
+            lengths = [split.local.param.shape[split.tensor_dim] for split in split_along]
+            gathered = [json.loads(text) for text in comms[dim].all_gather_text(json.dumps([shapes, lengths]))]
+            are_even &= all(rank_shapes == gathered[0][0] for rank_shapes, _ in gathered)
+            part_lengths[dim] = [*zip(*(rank_lengths for _, rank_lengths in gathered), strict=True)]
         # shapes may differ along one dimension where all ranks along the other have the same
         are_even = all([flag for comm in comms.values() for (flag,) in comm.all_gather_ints([are_even])])
-        if known and not are_even and not states_owners:
+        if known_comms and not are_even and not has_given_owners:
             raise NotImplementedError(
                 f"Expected parts of one size on all ranks in {self.describe()}, which is added to matrices that are "
                 "stepped whole in parts of one size, got different sizes. Give the constructor a group with such "
                 "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
             )
         imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
-        of_class: dict[type[Optimizer], dict[int, Cut]] = {}
-        for dim, found in sorted(wholes.items()):
+        data_ranks = (self.shard_group or shared.ranks(axes.data_comm)).size()
+        cuts: dict[type[Optimizer], dict[int, Cut]] = {}
+        for dim, split_along in sorted(split_params.items()):
             comm = comms[dim]
-            data_ranks = (self.shard_group or shared.ranks(axes.everyone)).size()
-            shapes = [one.held.shape_with(one.at, sum(parts)) for one, parts in zip(found, sizes[dim], strict=True)]
-            stated = [(one.kind, shape, one.options) for one, shape in zip(found, shapes, strict=True)]
-            nbytes = [math.prod(shape) * one.held.param.itemsize for one, shape in zip(found, shapes, strict=True)]
-            known_sizes = None if are_even and not states_owners else nbytes
-            places = places_for(stated, known_sizes, data_ranks, comm.world_size, imbalance)
-            for one, shape, parts, (owner, host) in zip(found, shapes, sizes[dim], places, strict=True):
-                cut = Cut(comm, one.at, host, shape, one.held.label, parts, owner)
-                of_class.setdefault(one.kind, {})[mark(one.held.param)] = cut
-        return of_class, comms
+            lengths_of = [*zip(split_along, part_lengths[dim], strict=True)]
+            shapes_of_wholes = [split.local.shape_with(split.tensor_dim, sum(lengths)) for split, lengths in lengths_of]
+            pairs = [*zip(split_along, shapes_of_wholes, strict=True)]
+            costed = [(split.optimizer_class, shape, split.options) for split, shape in pairs]
+            nbytes = [math.prod(shape) * split.local.param.itemsize for split, shape in pairs]
+            known_nbytes = None if are_even and not has_given_owners else nbytes
+            places = places_for(costed, known_nbytes, data_ranks, comm.world_size, imbalance)
+            for (split, shape), (_, sizes), (owner, host) in zip(pairs, lengths_of, places, strict=True):
+                cut = Cut(comm, split.tensor_dim, host, shape, split.local.label, sizes, owner)
+                cuts.setdefault(split.optimizer_class, {})[number_of_part(split.local.param)] = cut
+        return GatherPlan(cuts, comms)
 
     def check_ranks_of(self, ddp: DistributedDataParallel, ranks: ProcessGroup) -> None:
         """ValueError for a DDP model over these groups on other ranks."""
         if Communicator(ranks).has_same_ranks(ddp.process_group):
             return
         # DDP compares the name of a parameter of the root module with a leading dot
-        own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
-        names = [own[id(one.param)] for one in self.held if id(one.param) in own]
+        root_names = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
+        names = [root_names[id(local.param)] for local in self.local_params if id(local.param) in root_names]
         by_name = f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
         raise ValueError(
             f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(ranks)}, got a "
@@ -334,7 +349,7 @@ class Member:
 
     Args:
         shared: the groups.
-        stated: by data-parallel rank, the global ranks of its group.
+        group_ranks: for each data-parallel rank, the global ranks that hold these parameters together with it.
         optimizer_class: the class to shard.
         options: of `ParallelOptimizer`.
         axes: the ranks around this rank.
@@ -344,8 +359,8 @@ class Member:
     Attributes:
         averages: of its gradients in ``opt.step()``; None if a DDP model reduces them.
         is_scheduled: whether a schedule of several stages runs the DDP model.
-        meeting: for classes of parameters whose parts meet, the class in whose steps they do.
-        over: by mesh dimension, the ranks along it among which parts meet.
+        gathering_classes: for each class that needs whole parameters, the subclass whose step gathers their parts.
+        gather_comms: for each mesh dimension along which parts are gathered, the ranks along it.
         zero: the sharded optimizer.
 
     Raises:
@@ -359,31 +374,33 @@ class Member:
     def __init__(
         self,
         shared: SharedGroups,
-        stated: Sequence[Sequence[int]],
+        group_ranks: Sequence[Sequence[int]],
         optimizer_class: Callable[..., Optimizer],
         options: Mapping[str, Any],
         axes: Axes,
         model: nn.Module,
         num_models: int,
     ) -> None:
-        shared.check_can_arrive(options)
+        shared.check_distributed_tensors(options)
         # whole parameters, so that `sharded_state_dict` can name them
         options = {"partition": "parameters", **options, _SHARD_GROUP: shared.shard_group}
-        found, self.over = shared.find_cuts(optimizer_class, axes, options.get("max_byte_imbalance"))
-        # classes that need whole parameters are replaced by classes in whose steps parts meet
-        self.meeting: dict[Any, Any] = {kind: meeting_class(kind, cuts) for kind, cuts in found.items()}
-        self.shared, self.stated = shared, stated
+        gathers = shared.plan_gathers(optimizer_class, axes, options.get("max_byte_imbalance"))
+        self.gather_comms = gathers.comms
+        self.gathering_classes: dict[Any, Any] = {
+            needs_wholes: gathering_class(needs_wholes, cuts) for needs_wholes, cuts in gathers.cuts.items()
+        }
+        self.shared, self.group_ranks = shared, group_ranks
         if options["partition"] != "parameters" and any(cut.owner is not None for cut in self.cuts.values()):
             raise NotImplementedError(
                 f"Expected partition='parameters' for {shared.describe()}, whose ranks hold parts of different sizes "
                 f"of matrices that are stepped whole, got {options['partition']!r}. Leave partition= out. [ZERO-816]"
             )
-        if found:
+        if gathers.cuts:
             options["overlap"] = False
-        self.zero = self._shard(optimizer_class, options, shared.ranks(axes.everyone), model)
-        self._tell_table(model)
+        self.zero = self._shard(optimizer_class, options, shared.ranks(axes.data_comm), model)
+        self._describe_parameters(model)
         cuts = self.cuts
-        if any(getattr(one, PART_KEY, None) in cuts for one in self.zero.optim.state):
+        if any(getattr(key, PART_NUMBER_KEY, None) in cuts for key in self.zero.optim.state):
             raise NotImplementedError(
                 "Expected state of whole parameters to be created in the first step, got "
                 f"{type(self.zero.optim).__name__}, which creates it for the parts when it is built. Use an optimizer "
@@ -391,13 +408,13 @@ class Member:
             )
         table = shard_of(self.zero).table
         everyone = shard_of(self.zero).ranks.everyone
-        self.check_whole(table, shared.held)
+        self.check_whole(table, shared.local_params)
         self.is_scheduled = shared.ddp is not None and axes.stages > 1
         self.averages: Averages | None = None
         if shared.ddp is None:
             engine_of(self.zero).gradients.assume_averaged = True
             check_same_values(everyone, table)
-            self.averages = Averages(everyone, table, shared.held, axes.everyone.world_size)
+            self.averages = Averages(everyone, table, shared.local_params, axes.data_comm.world_size)
         elif axes.pipeline is not None:
             self._follow_schedule(shared.ddp, num_models)
 
@@ -410,26 +427,29 @@ class Member:
     ) -> ZeroRedundancyOptimizer:
         """Build the sharded optimizer. A collective of its ranks."""
         shared, ddp = self.shared, self.shared.ddp
-        optimizer_class = self.meeting.get(optimizer_class, optimizer_class)
-        groups = [self.with_meeting(group) for group in shared.groups]
+        optimizer_class = self.gathering_classes.get(optimizer_class, optimizer_class)
+        groups = [self.with_gathering_class(group) for group in shared.groups]
         if ddp is not None:
             shared.check_ranks_of(ddp, ranks)
             zero = build_with_hook(ddp, optimizer_class, groups, **options)
             if shared.group is not None:
                 take_part_with_zeros(ddp)
             return zero
-        outlasts = options.get("sync") == "forward"
-        own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
-        own = {**({"parameters_as_bucket_view": True} if outlasts else {}), **own}
-        zero = ZeroRedundancyOptimizer(groups, optimizer_class, process_group=ranks, **own)
-        if outlasts:
+        # without a DDP model: options of its hook and reductions have no effect
+        arguments = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
+        syncs_in_forward = options.get("sync") == "forward"
+        if syncs_in_forward:
+            arguments.setdefault("parameters_as_bucket_view", True)
+        zero = ZeroRedundancyOptimizer(groups, optimizer_class, process_group=ranks, **arguments)
+        if syncs_in_forward:
             wait_before_forward(model, shard_of(zero))
         return zero
 
-    def with_meeting(self, group: ParamGroup) -> ParamGroup:
-        """The group, with the class in whose steps parts meet in place of its own class."""
-        kind = group.get(CLASS_KEY)
-        return group if kind not in self.meeting else {**group, CLASS_KEY: self.meeting[kind]}
+    def with_gathering_class(self, group: ParamGroup) -> ParamGroup:
+        """The group, in which a class that needs whole parameters is replaced by its subclass that gathers them."""
+        stepped_by = group.get(CLASS_KEY)
+        gathering = self.gathering_classes.get(stepped_by)
+        return group if gathering is None else {**group, CLASS_KEY: gathering}
 
     def check_can_add(self) -> None:
         """Check that a group can be added now, on this rank.
@@ -444,46 +464,54 @@ class Member:
             )
         shard_of(self.zero).check_ready()
 
-    def take(self, added: SharedGroups, over: Mapping[str, Communicator], model: nn.Module) -> None:
-        """Have groups that the sharded optimizer has already, whose parts meet ``over`` these. Never communicates."""
-        self.shared = self.shared.joined(added)
-        self.over = {**self.over, **over}
-        self._tell_table(model)
-        if self.averages is not None:
-            self.averages = replace(self.averages, table=shard_of(self.zero).table, held=self.shared.held)
+    def follow_added(self, added: SharedGroups, comms: Mapping[str, Communicator], model: nn.Module) -> None:
+        """After groups were added to the sharded optimizer: include them here. Never communicates.
 
-    def _tell_table(self, model: nn.Module) -> None:
-        """Tell the optimizer its places among all groups, names of parameters in the model, and the wholes of parts."""
+        ``comms``: for each mesh dimension along which their parts are gathered, the ranks along it.
+        """
+        self.shared = self.shared.extended_by(added)
+        self.gather_comms = {**self.gather_comms, **comms}
+        self._describe_parameters(model)
+        if self.averages is not None:
+            params = self.shared.local_params
+            self.averages = replace(self.averages, table=shard_of(self.zero).table, local_params=params)
+
+    def _describe_parameters(self, model: nn.Module) -> None:
+        """Tell the sharded optimizer its groups' positions, the parameters' names, and which are stepped whole."""
         shard = shard_of(self.zero)
         names = {id(param): name for name, param in model.named_parameters()}
         shard.local_step.options.positions, table = self.shared.positions, shard.table
         table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
         table.wholes.update(
-            {index: SteppedWhole(cut.shape, cut.is_here) for index, cut in self.cuts_by_index().items()}
+            {index: SteppedWhole(cut.shape, cut.is_host) for index, cut in self.cuts_by_index().items()}
         )
 
-    def check_whole(self, table: ParameterTable, all_held: Sequence[Held]) -> None:
-        """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if a rank does."""
+    def check_whole(self, table: ParameterTable, local_params: Sequence[LocalParameter]) -> None:
+        """Check that no rank steps a mere part of a parameter that its class needs whole; TypeError if a rank does.
+
+        ``local_params`` are the parameters of ``table``, which may already have groups that are about to be added.
+        """
         cuts = self.cuts
-        for index, one in enumerate(all_held):
-            kind = type(suboptimizer_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
-            if one.cut_over and getattr(one.param, PART_KEY, None) not in cuts and not is_elementwise_class(kind):
+        for index, local in enumerate(local_params):
+            stepped_by = type(suboptimizer_for(self.zero.optim, self.zero.param_groups[table.groups[index]]))
+            is_gathered = getattr(local.param, PART_NUMBER_KEY, None) in cuts
+            if local.cut_over and not is_gathered and not is_elementwise_class(stepped_by):
                 raise TypeError(
                     f"Expected an optimizer that steps each element by itself for {table.label(index)}, of which each "
-                    f"rank along {sorted(one.cut_over)} holds a part, got {kind.__name__}. Parts can meet where "
-                    "one dimension of the mesh cuts a known dimension of the parameter, as in sharded_over={'tensor': "
-                    "0}. Else use an elementwise optimizer such as AdamW, or declare the class by "
-                    "ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
+                    f"rank along {sorted(local.cut_over)} holds a part, got {stepped_by.__name__}. Parts can meet "
+                    "where one dimension of the mesh cuts a known dimension of the parameter, as in "
+                    "sharded_over={'tensor': 0}. Else use an elementwise optimizer such as AdamW, or declare the "
+                    "class by ddp_zero.elementwise(...) if it is elementwise. [ZERO-113]"
                 )
 
     @property
     def cuts(self) -> dict[int, Cut]:
-        """The parameters whose parts meet, by number."""
-        return {number: cut for kind in self.meeting.values() for number, cut in kind.cuts.items()}
+        """The parameters whose parts are gathered for their step, by `number_of_part`."""
+        return {number: cut for gathering in self.gathering_classes.values() for number, cut in gathering.cuts.items()}
 
     def cuts_by_index(self) -> dict[int, Cut]:
-        """The parameters whose parts meet, by index."""
-        numbers = [getattr(one.param, PART_KEY, None) for one in self.shared.held]
+        """The parameters whose parts are gathered for their step, by index."""
+        numbers = [getattr(local.param, PART_NUMBER_KEY, None) for local in self.shared.local_params]
         cuts = self.cuts
         return {index: cuts[number] for index, number in enumerate(numbers) if number in cuts}
 
@@ -492,10 +520,10 @@ class Member:
         shard = shard_of(self.zero)
         return StateRoutes(state_dict["state"], shard.table, self.cuts_by_index(), shard.binding.owned())
 
-    def check_states_are_here(self, state_dict: Mapping[str, Any]) -> None:
+    def check_states_are_on_hosts(self, state_dict: Mapping[str, Any]) -> None:
         """ValueError for a state of a whole parameter, in a state dict by index, that another rank steps."""
         for index, cut in self.cuts_by_index().items():
-            if not cut.is_here and state_dict["state"].get(index, {}).keys() - {MASTER_KEY}:
+            if not cut.is_host and state_dict["state"].get(index, {}).keys() - {MASTER_KEY}:
                 comm = cut.comm
                 raise ValueError(
                     f"Expected the state of {cut.label} on {comm.name(cut.host)}, which steps the whole, got state on "
@@ -538,11 +566,11 @@ class Member:
         if errors.raise_now not in checks:
             checks.append(errors.raise_now)
 
-    def lend_gradients(self) -> None:
+    def expose_gradients(self) -> None:
         """Show gradients of distributed tensors, before they are averaged, to code that looks at their parts."""
         if self.averages is not None and not self.averages.are_done:
-            for one in self.shared.held:
-                one.lend_gradient()
+            for param in self.shared.local_params:
+                param.expose_gradient()
 
     def check_can_step(self, is_unscaled: bool = False) -> None:
         """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
@@ -558,7 +586,8 @@ class Member:
             raise RuntimeError(
                 f"Expected averaged gradients of {self.shared.describe()}, got this rank's own: {PASSED_BY} [ZERO-302]"
             )
-        hidden = next((one for one in self.shared.held if is_unscaled and one.hides_gradient()), None)
+        params = self.shared.local_params
+        hidden = next((param for param in params if is_unscaled and param.hides_gradient()), None)
         if hidden is not None:
             raise NotImplementedError(
                 f"scaler.unscale_(opt) does not support {hidden.label}, a distributed tensor whose gradient is cut "
@@ -576,14 +605,14 @@ class Member:
     def drop_gradients(self, set_to_none: bool) -> None:
         """Follow ``opt.zero_grad()``, also for gradients of distributed tensors."""
         self.zero.zero_grad(set_to_none)
-        for one in self.shared.held:
-            one.drop_gradient(set_to_none)
+        for param in self.shared.local_params:
+            param.drop_gradient(set_to_none)
 
-    def counts_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
-        """For each parameter, True if this rank counts it in norms; one of its replicas does."""
+    def counted_in_norms(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
+        """For each parameter, True if this rank counts it in norms: along each dimension the first replica does."""
         replicated = [dim for dim in dims if dim != pipeline_dim]
-        at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
-        return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.shared.held]
+        is_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
+        return [all(dim in param.cut_over or is_first[dim] for dim in replicated) for param in self.shared.local_params]
 
 
 def share_groups(
@@ -601,7 +630,7 @@ def share_groups(
     these groups among all.
 
     Raises:
-        TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `holding_of`.
+        TypeError: for a ``process_group`` or ``effective_shard_group`` of the wrong type; see also `local_parameter`.
         ValueError: if several DDP models reduce a group's parameters, or groups of one process group have different
             ``shard_group``s.
     """
@@ -610,39 +639,42 @@ def share_groups(
         if isinstance(module, DistributedDataParallel):
             for _, param in in_buckets(module):
                 reducing.setdefault(id(param), {})[name] = module
-    chosen = [_reducer(given, position, reducing) for position, given in enumerate(groups, first)]
+    reducing_ddp = [_reducer(group_given, position, reducing) for position, group_given in enumerate(groups, first)]
     by_ranks: dict[int | None, set[int | None]] = {}
-    for given, ddp in zip(groups, chosen, strict=True):
-        by_ranks.setdefault(_key(given), set()).add(None if ddp is None else id(ddp))
-    found: dict[Any, SharedGroups] = {}
-    shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
-    for position, (given, ddp) in enumerate(zip(groups, chosen, strict=True), first):
-        group = given.get("process_group")
-        declared = read_cuts(given.get("sharded_over", ()), position)
+    for group_given, ddp in zip(groups, reducing_ddp, strict=True):
+        by_ranks.setdefault(_key(group_given), set()).add(None if ddp is None else id(ddp))
+    members: dict[Any, SharedGroups] = {}
+    dims_of_several = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
+    for position, (group_given, ddp) in enumerate(zip(groups, reducing_ddp, strict=True), first):
+        group = group_given.get("process_group")
+        declared = read_cuts(group_given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
-        own = given.get(_SHARD_GROUP, None if group is not None else shard_group)
+        effective_shard_group = group_given.get(_SHARD_GROUP, None if group is not None else shard_group)
         # one DDP model may leave some of its ranks' groups out: they are frozen, or averaged by the user
-        has_several = len(by_ranks[_key(given)] - {None}) > 1
-        key = (_key(given), ddp and id(ddp) if has_several else None)
-        if key in found and own is not found[key].shard_group:
+        has_several = len(by_ranks[_key(group_given)] - {None}) > 1
+        key = (_key(group_given), ddp and id(ddp) if has_several else None)
+        if key in members and effective_shard_group is not members[key].shard_group:
             raise ValueError(
-                f"Expected the shard_group of parameter groups {found[key].positions} in parameter group {position}, "
+                f"Expected the shard_group of parameter groups {members[key].positions} in parameter group {position}, "
                 "which has the same process_group, got a different one. Pass shard_group= to shard_optimizer for "
                 "groups without a process_group, and the same in all groups of one process_group. [ZERO-511]"
             )
-        names = given.get("param_names", [None] * len(given["params"]))
-        held = [
-            holding_of(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
-            for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
+        names = group_given.get("param_names", [None] * len(group_given["params"]))
+        labels = [f"parameter {name or number} of parameter group {position}" for number, name in enumerate(names)]
+        local_params = [
+            local_parameter(param, declared, dims, label).restricted_to(dims_of_several)
+            for param, label in zip(group_given["params"], labels, strict=True)
         ]
-        params = [one.param for one in held]
-        options = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
-        named = [*zip(names, params, strict=True)] if "param_names" in given else params
-        one = SharedGroups(group, own, ddp, [position], [{**options, "params": named}], held)
-        found[key] = found[key].joined(one) if key in found else one
+        params = [local.param for local in local_params]
+        options = {key: value for key, value in group_given.items() if key not in _NOT_OPTIONS}
+        named = [*zip(names, params, strict=True)] if "param_names" in group_given else params
+        shared = SharedGroups(
+            group, effective_shard_group, ddp, [position], [{**options, "params": named}], local_params
+        )
+        members[key] = members[key].extended_by(shared) if key in members else shared
     # groups without a process group first
-    return sorted(found.values(), key=lambda one: one.group is not None)
+    return sorted(members.values(), key=lambda shared: shared.group is not None)
 
 
 def _key(given: ParamGroup) -> int | None:
@@ -653,17 +685,18 @@ def _key(given: ParamGroup) -> int | None:
 
 def build_each(
     groups: Sequence[SharedGroups],
-    stated: Sequence[Sequence[Sequence[int]]],
+    group_ranks: Sequence[Sequence[Sequence[int]]],
     build: Callable[[SharedGroups, Sequence[Sequence[int]]], Member],
 ) -> list[Member]:
-    """Build a member of each of these, a collective of its ranks, whether or not another fails.
+    """Build a member for each of the shared groups, also after another has failed. A collective of each one's ranks.
 
-    The first error is raised at the end: ranks without an error would wait for this rank in a member that they share.
+    ``group_ranks``: for each, the result of `gather_group_ranks`. The first error is raised at the end: ranks without
+    an error would wait for this rank in the next member that they share.
     """
     members, errors = list[Member](), list[Exception]()
-    for one, ranks in zip(groups, stated, strict=True):
+    for shared, ranks in zip(groups, group_ranks, strict=True):
         try:
-            members.append(build(one, ranks))
+            members.append(build(shared, ranks))
         except Exception as error:
             errors.append(error)
     if errors:
@@ -672,44 +705,47 @@ def build_each(
 
 
 def _reducer(
-    given: ParamGroup, position: int, reducing: Mapping[int, Mapping[str, DistributedDataParallel]]
+    group: ParamGroup, position: int, reducing: Mapping[int, Mapping[str, DistributedDataParallel]]
 ) -> DistributedDataParallel | None:
-    """The DDP model that reduces a parameter group; ValueError if there are several."""
-    found = {name: ddp for param in given["params"] for name, ddp in reducing.get(id(param), {}).items()}
-    if len(found) > 1:
+    """The DDP model that reduces a parameter group, or None; ValueError if there are several.
+
+    ``reducing`` has the DDP models by name, for the identity of each parameter that they reduce.
+    """
+    models = {name: ddp for param in group["params"] for name, ddp in reducing.get(id(param), {}).items()}
+    if len(models) > 1:
         raise ValueError(
-            f"Expected one DDP model over parameter group {position}, got {len(found)}: {', '.join(map(repr, found))}. "
-            "Give the parameters of each DDP model a parameter group of their own, with its process_group= if its "
+            f"Expected one DDP model over parameter group {position}, got {len(models)}: {', '.join(map(repr, models))}"
+            ". Give the parameters of each DDP model a parameter group of their own, with its process_group= if its "
             "ranks are not all data-parallel ones. [ZERO-202]"
         )
-    return next(iter(found.values()), None)
+    return next(iter(models.values()), None)
 
 
 # Membership
 
 
-def state_groups(everyone: Communicator, members: Sequence[SharedGroups]) -> list[list[list[int]]]:
-    """For each member, the global ranks of the group of every data-parallel rank.
+def gather_group_ranks(data_comm: Communicator, members: Sequence[SharedGroups]) -> list[list[list[int]]]:
+    """For each member, and each data-parallel rank: the global ranks that hold the member's parameters with that rank.
 
-    A collective; ValueError on all if two differ.
+    A collective; ValueError on all if two ranks contradict each other, see `check_group_ranks`.
     """
-    own = [get_process_group_ranks(member.ranks(everyone)) for member in members]
-    every = [json.loads(text) for text in everyone.all_gather_text(json.dumps(own))]
-    ranks = get_process_group_ranks(everyone.process_group)
-    stated = [[of_rank[number] for of_rank in every] for number in range(len(members))]
-    for member, groups in zip(members, stated, strict=True):
-        check_groups(ranks, groups, member.describe())
-    return stated
+    local = [get_process_group_ranks(member.ranks(data_comm)) for member in members]
+    gathered = [json.loads(text) for text in data_comm.all_gather_text(json.dumps(local))]
+    ranks = get_process_group_ranks(data_comm.process_group)
+    group_ranks = [[of_rank[number] for of_rank in gathered] for number in range(len(members))]
+    for member, groups in zip(members, group_ranks, strict=True):
+        check_group_ranks(ranks, groups, member.describe())
+    return group_ranks
 
 
-def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
+def check_group_ranks(ranks: Sequence[int], group_ranks: Sequence[Sequence[int]], what: str) -> None:
     """Check that ranks that share a parameter group agree on its ranks.
 
-    ``ranks`` train one copy of the dense part, in process group order; ``stated`` are their groups, as global ranks.
+    ``ranks`` are the data-parallel ranks, and ``group_ranks`` has the ranks of each one's group; all are global.
     Raises ValueError naming two ranks that differ; the same on every rank.
     """
-    said = dict(zip(ranks, map(tuple, stated), strict=True))
-    for rank, group in said.items():
+    group_of = dict(zip(ranks, map(tuple, group_ranks), strict=True))
+    for rank, group in group_of.items():
         if rank not in group:
             raise ValueError(
                 f"Expected process_group of {what} to contain the rank that passes it, got {list(group)} on global "
@@ -717,49 +753,49 @@ def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: st
                 "[ZERO-801]"
             )
         for peer in group:
-            if said.get(peer, group) != group:
+            if group_of.get(peer, group) != group:
                 raise ValueError(
                     f"Expected the ranks of process_group of {what} to agree on who they are, got {list(group)} on "
-                    f"global rank {rank} and {list(said[peer])} on global rank {peer}. Build the groups from one table "
-                    "of ranks, as torch.distributed.device_mesh.init_device_mesh does. [ZERO-801]"
+                    f"global rank {rank} and {list(group_of[peer])} on global rank {peer}. Build the groups from one "
+                    "table of ranks, as torch.distributed.device_mesh.init_device_mesh does. [ZERO-801]"
                 )
 
 
-def count_in_norms(ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> list[bool]:
+def count_in_norms(ranks: Sequence[int], group_ranks: Sequence[Sequence[int]]) -> list[bool]:
     """For each rank, True if its share of a parameter group counts in norms, so that each parameter counts once.
 
     The first rank of each group counts. If that rank is not in ``ranks``, as when pipeline stages share a parameter,
     the group counts on that rank's side.
     """
-    return [rank == group[0] for rank, group in zip(ranks, stated, strict=True)]
+    return [rank == group[0] for rank, group in zip(ranks, group_ranks, strict=True)]
 
 
-def describe(members: Sequence[Member], everyone: Communicator, rows: Sequence[str]) -> str:
-    """The text of `ParallelOptimizer.explain`; ``rows`` are every rank's `own_row`."""
-    lines = [f"ParallelOptimizer of {len(members)} members, {everyone.world_size} data-parallel ranks"]
+def describe(members: Sequence[Member], data_comm: Communicator, rows: Sequence[str]) -> str:
+    """The text of `ParallelOptimizer.explain`; ``rows`` are every rank's `row_of_this_rank`."""
+    lines = [f"ParallelOptimizer of {len(members)} members, {data_comm.world_size} data-parallel ranks"]
     for number, member in enumerate(members):
-        distinct = list(dict.fromkeys(map(tuple, member.stated)))
-        shared = " | ".join(" ".join(map(str, ranks)) for ranks in distinct)
-        mine = " ".join(map(str, member.stated[everyone.group_rank]))
+        distinct_groups = list(dict.fromkeys(map(tuple, member.group_ranks)))
+        shared = " | ".join(" ".join(map(str, ranks)) for ranks in distinct_groups)
+        mine = " ".join(map(str, member.group_ranks[data_comm.group_rank]))
         averaged = "in opt.step()" if member.shared.ddp is None else "by DDP"
         lines += [
             f"member {number}: parameter groups {member.shared.positions}, {_sizes(member)} here",
             f"  shared by global ranks {shared}; this rank's are {mine}; averaged {averaged}",
         ]
-    every = [text for _, text in sorted(json.loads(row) for row in rows)]
-    parts = ["\n".join(lines), "\n".join(["every rank", *every]), *(member.zero.explain() for member in members)]
+    row_texts = [text for _, text in sorted(json.loads(row) for row in rows)]
+    parts = ["\n".join(lines), "\n".join(["every rank", *row_texts]), *(member.zero.explain() for member in members)]
     return "\n\n".join(parts)
 
 
-def own_row(members: Sequence[Member], everyone: Communicator, mesh: DeviceMesh | None) -> str:
+def row_of_this_rank(members: Sequence[Member], data_comm: Communicator, mesh: DeviceMesh | None) -> str:
     """This rank's line of `describe`, for all other ranks: its number, and lines of text, as JSON."""
-    rank = everyone.global_rank(everyone.group_rank)
+    rank = data_comm.global_rank(data_comm.group_rank)
     place = ""
     if mesh is not None:
         place = f" ({', '.join(f'{dim} {mesh.get_local_rank(dim)}' for dim in mesh.mesh_dim_names or ())})"
     lines = [f"  global rank {rank}{place}"]
     for member in members:
-        shared = " ".join(map(str, member.stated[everyone.group_rank]))
+        shared = " ".join(map(str, member.group_ranks[data_comm.group_rank]))
         lines.append(f"    groups {member.shared.positions}: {_sizes(member)}, shared by global ranks {shared}")
     return json.dumps([rank, "\n".join(lines)])
 

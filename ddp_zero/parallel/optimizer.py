@@ -22,8 +22,8 @@ from ddp_zero.core.local import Grouping, ParamGroup, class_name
 from ddp_zero.core.step import GradientStats, StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, shard_of, states_of
 from ddp_zero.options import Offload
-from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, parse_group, wishes
-from ddp_zero.parallel.alike import Comparison, arguments_of, declare, declare_values
+from ddp_zero.parallel.additions import Recipe, check_belongs, choose_member, extend, gather_choices, parse_group
+from ddp_zero.parallel.alike import Comparison, arguments_of, declare_groups, declare_values
 from ddp_zero.parallel.grad_scaler import ScalerReport
 from ddp_zero.parallel.join import ParallelJoin, PeersUnderJoin, connected_sets, refuse, ties_of
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, NormLevel, OtherMembers
@@ -31,15 +31,15 @@ from ddp_zero.parallel.members import (
     Axes,
     Member,
     SharedGroups,
-    agreements,
+    agree_across,
     build_each,
     check_arguments,
     copy_groups,
     count_in_norms,
     describe,
-    own_row,
+    gather_group_ranks,
+    row_of_this_rank,
     share_groups,
-    state_groups,
 )
 from ddp_zero.parallel.names import GlobalNames
 from ddp_zero.parallel.placement import CutSizes, Holdings, measure_parts, merge, pack, split, unpack
@@ -126,72 +126,82 @@ class ParallelOptimizer(Optimizer, Joinable):
         self._comms = self._axes.comms
         self._stages = self._axes.stages
         building = "building ParallelOptimizer"
-        with agreements(self._comms, building, arguments_of(optimizer_class, options)) as statements:
+        with agree_across(self._comms, building, arguments_of(optimizer_class, options)) as agreements:
             check_arguments(model, optimizer_class, options)
             self._own_groups = Optimizer(copy_groups(params, model), {}).param_groups
             Optimizer.__setstate__(self, {"defaults": {}})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
-            shared = share_groups(self._own_groups, self._axes.others, mesh, model, shard_group)
-            shape = [(one.positions, one.ddp is not None, one.shard_group is not None) for one in shared]
-            declare(self._axes, statements, self._own_groups, shared, optimizer_class, model)
-            statements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
+            shared = share_groups(self._own_groups, self._axes.other_dims, mesh, model, shard_group)
+            shape = [(local.positions, local.ddp is not None, local.shard_group is not None) for local in shared]
+            declare_groups(self._axes, agreements, self._own_groups, shared, optimizer_class, model)
+            agreements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         self._model = weakref.ref(model)
-        self._parts = measure_parts([one for member in shared for one in member.held], mesh, self._axes.along)
-        with agreements(self._comms, building, {}):
+        self._parts = measure_parts(
+            [local for member in shared for local in member.local_params], mesh, self._axes.comm_of_dim
+        )
+        with agree_across(self._comms, building, {}):
             self._holdings = self._holdings_of(shared, self._parts)
-            stated = state_groups(self._axes.everyone, shared)
-        with agreements(self._comms, building, {}) as statements:
-            members = self._build(shared, stated, model)
-            declare_values(self._axes, statements, shared)
+            group_ranks = gather_group_ranks(self._axes.data_comm, shared)
+        with agree_across(self._comms, building, {}) as agreements:
+            members = self._build(shared, group_ranks, model)
+            declare_values(self._axes, agreements, shared)
         self._held_errors = HeldErrors()
         self._last_step: StepRecord | None = None
         self._adopt(members)
 
     def _holdings_of(self, shared: Sequence[SharedGroups], parts: Mapping[Tensor, Sequence[CutSizes]]) -> Holdings:
         axes = self._axes
-        held = [(one.ranks(axes.everyone), one.held) for one in shared]
-        return Holdings(held, axes.everyone.process_group, axes.mesh, axes.kept, self._recipe.global_names, parts)
+        params_of_ranks = [(groups.ranks(axes.data_comm), groups.local_params) for groups in shared]
+        return Holdings(
+            params_of_ranks, axes.data_comm.process_group, axes.mesh, axes.home_dims, self._recipe.global_names, parts
+        )
 
     def _build(
-        self, shared: Sequence[SharedGroups], stated: Sequence[Sequence[Sequence[int]]], model: nn.Module
+        self, shared: Sequence[SharedGroups], group_ranks: Sequence[Sequence[Sequence[int]]], model: nn.Module
     ) -> list[Member]:
         """Build the members of these groups. A collective of the data-parallel ranks."""
         recipe = self._recipe
-        models = sum(one.ddp is not None for one in [*(member.shared for member in self._members), *shared])
+        num_models = sum(groups.ddp is not None for groups in [*(member.shared for member in self._members), *shared])
         return build_each(
             shared,
-            stated,
-            lambda one, ranks: Member(one, ranks, recipe.optimizer_class, recipe.options, self._axes, model, models),
+            group_ranks,
+            lambda groups, ranks: Member(
+                groups, ranks, recipe.optimizer_class, recipe.options, self._axes, model, num_models
+            ),
         )
 
     def _adopt(self, members: list[Member]) -> None:
         """Step these members together from now on. A collective of the mesh."""
-        axes, everyone = self._axes, self._axes.everyone
+        axes, data_comm = self._axes, self._axes.data_comm
         is_split = len(members) > 1 or members[0].shared.group is not None
-        ranks = get_process_group_ranks(everyone.process_group)
-        levels = [NormLevel(everyone, [count_in_norms(ranks, member.stated) for member in members])] if is_split else []
-        self._errors = GlobalErrorCheck(self._comms if is_split or axes.along else [])
+        ranks = get_process_group_ranks(data_comm.process_group)
+        levels = (
+            [NormLevel(data_comm, [count_in_norms(ranks, member.group_ranks) for member in members])]
+            if is_split
+            else []
+        )
+        self._errors = GlobalErrorCheck(self._comms if is_split or axes.comm_of_dim else [])
         positions = [member.shared.positions for member in members]
-        self._joint = JointDecision([*levels, *map(NormLevel, axes.along.values())], self._errors, positions)
-        if is_split or axes.along:
+        self._joint = JointDecision([*levels, *map(NormLevel, axes.comm_of_dim.values())], self._errors, positions)
+        if is_split or axes.comm_of_dim:
             for member in members:
-                here = member.counts_here(axes.mesh, axes.others, axes.pipeline)
-                member.decide_with(OtherMembers(self._joint, here), self._held_errors)
+                counted = member.counted_in_norms(axes.mesh, axes.other_dims, axes.pipeline)
+                member.decide_with(OtherMembers(self._joint, counted), self._held_errors)
         self._members = members
         self.members = [member.zero for member in members]
-        places = {
+        place_of_position = {
             position: (number, group)
             for number, member in enumerate(members)
             for group, position in enumerate(member.shared.positions)
         }
-        self._places = [places[position] for position in sorted(places)]
-        self._stepped_for = {one.given: one.param for member in members for one in member.shared.held}
-        self._rows = all_gather_text_across(self._comms, own_row(members, everyone, axes.mesh))
+        self._places = [place_of_position[position] for position in sorted(place_of_position)]
+        self._stepped_for = {local.given: local.param for member in members for local in member.shared.local_params}
+        self._rows = all_gather_text_across(self._comms, row_of_this_rank(members, data_comm, axes.mesh))
         has_wholes = any(member.cuts for member in members)
         self._has_wholes = "yes" in all_gather_text_across(self._comms, "yes" if has_wholes else "no")
-        own = json.dumps([name for member in self.members for name in class_name(member.optim).split("+")])
-        every = all_gather_text_across(self._comms, own)
-        self.class_name = "+".join(dict.fromkeys(name for text in every for name in json.loads(text)))
+        class_names = json.dumps([name for member in self.members for name in class_name(member.optim).split("+")])
+        all_class_names = all_gather_text_across(self._comms, class_names)
+        self.class_name = "+".join(dict.fromkeys(name for text in all_class_names for name in json.loads(text)))
         self.defaults = self.members[0].defaults
         self._alike = Comparison(axes, members)
 
@@ -201,7 +211,7 @@ class ParallelOptimizer(Optimizer, Joinable):
     def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
         """All groups, in the order given; options set here reach the members at the next step."""
         for member in self._members:
-            member.lend_gradients()  # `GradScaler.unscale_` looks for them here
+            member.expose_gradients()  # `GradScaler.unscale_` looks for them here
         return [self.members[member].param_groups[group] for member, group in self._places]
 
     def common_groups(self) -> list[int]:
@@ -234,7 +244,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         self.finish_sync()
         doing, axes, recipe = "add_param_group", self._axes, self._recipe
         earlier = [member.shared for member in self._members]
-        with agreements(self._comms, doing, {}) as statements:
+        with agree_across(self._comms, doing, {}) as agreements:
             for member in self._members:
                 member.check_can_add()
             model = self._model()
@@ -246,24 +256,24 @@ class ParallelOptimizer(Optimizer, Joinable):
                     "ParallelOptimizer does not support add_param_group() without the model that it was built with, "
                     "which was deleted. Keep a reference to it. [ZERO-812]"
                 )
-            [added] = share_groups([group], axes.others, axes.mesh, model, recipe.shard_group, first)
+            [added] = share_groups([group], axes.other_dims, axes.mesh, model, recipe.shard_group, first)
             check_belongs(earlier, added)
             shape = (added.group is not None, added.shard_group is not None)
-            statements[0].declare("process group and shard group of the group", shape)
-            declare(axes, statements, [group], [added], recipe.optimizer_class, model, first)
-        every = wishes(self._members, added, recipe.optimizer_class, axes.everyone)
-        parts = {**self._parts, **measure_parts(added.held, axes.mesh, axes.along)}
-        with agreements(self._comms, doing, {}):
-            into = choose_member(every, self._members, axes.everyone)
+            agreements[0].declare("process group and shard group of the group", shape)
+            declare_groups(axes, agreements, [group], [added], recipe.optimizer_class, model, first)
+        choices = gather_choices(self._members, added, recipe.optimizer_class, axes.data_comm)
+        parts = {**self._parts, **measure_parts(added.local_params, axes.mesh, axes.comm_of_dim)}
+        with agree_across(self._comms, doing, {}):
+            into = choose_member(choices, self._members, axes.data_comm)
             holdings = self._holdings_of([*earlier, added], parts)
-            stated = state_groups(axes.everyone, [added]) if into is None else []
+            group_ranks = gather_group_ranks(axes.data_comm, [added]) if into is None else []
         members: list[Member] = self._members
         commit: Callable[[], None] | None = None
         with ExitStack() as undoing:
-            with agreements(self._comms, doing, {}) as statements:
-                declare_values(axes, statements, [added])
+            with agree_across(self._comms, doing, {}) as agreements:
+                declare_values(axes, agreements, [added])
                 if into is None:
-                    [built] = self._build([added], stated, model)
+                    [built] = self._build([added], group_ranks, model)
                     # the scale that earlier members have reached
                     reached = engine_of(self.members[0]).decision.loss_scale
                     engine_of(built.zero).decision.loss_scale = copy.deepcopy(reached)
@@ -436,7 +446,10 @@ class ParallelOptimizer(Optimizer, Joinable):
         """
         self._average("opt.clip_grad_norm_()", max_norm, norm_type, error_if_nonfinite)
         wanted = zip(self.members, self._by_member(parameters), strict=True)
-        clips = [engine_of(one).gradients.clipping(max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
+        clips = [
+            engine_of(member).gradients.clipping(max_norm, norm_type, error_if_nonfinite, params)
+            for member, params in wanted
+        ]
         try:
             total: Tensor = self._joint.run(clips)[0]
         except Exception as error:
@@ -454,8 +467,8 @@ class ParallelOptimizer(Optimizer, Joinable):
             parameters: this rank's parameters to clip; None for all.
         """
         self._average("opt.clip_grad_value_()", clip_value)
-        for member, own in zip(self.members, self._by_member(parameters), strict=True):
-            member.clip_grad_value_(clip_value, own)
+        for member, params in zip(self.members, self._by_member(parameters), strict=True):
+            member.clip_grad_value_(clip_value, params)
 
     @_disable_dynamo
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
@@ -464,9 +477,9 @@ class ParallelOptimizer(Optimizer, Joinable):
         The gradient of a distributed tensor is this rank's shard. A collective.
         """
         self._average("opt.owned_gradients()")
-        given = {stepped: param for param, stepped in self._stepped_for.items()}
+        param_of = {stepped: param for param, stepped in self._stepped_for.items()}
         owned = [member.owned_gradients().items() for member in self.members]
-        return MappingProxyType({given[param]: grad for items in owned for param, grad in items})
+        return MappingProxyType({param_of[param]: grad for items in owned for param, grad in items})
 
     @_disable_dynamo
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -524,11 +537,13 @@ class ParallelOptimizer(Optimizer, Joinable):
         All ranks have called the method ``call`` with the same numbers.
         """
         error: Exception | None = None
-        stated: list[object] = [call]
+        decision: list[object] = [call]
         try:
-            stated += map(float, arguments)
+            decision += map(float, arguments)
             if call == _STEP:
-                stated.append({"max_grad_norm": sorted({limit for one in self._members for limit in one.limits()})})
+                decision.append(
+                    {"max_grad_norm": sorted({limit for member in self._members for limit in member.limits()})}
+                )
             if self._report is not None and self._join_config.enable:
                 raise RuntimeError(
                     "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
@@ -549,8 +564,8 @@ class ParallelOptimizer(Optimizer, Joinable):
             except Exception as raised:
                 error = error or raised
         scale = 0.0 if self._report is None else self._report.scale
-        self._alike.look(is_silent=self._is_shadowing)
-        self._errors.check(error, "averaging gradients", scale, stated, self._alike)
+        self._alike.note_options(is_silent=self._is_shadowing)
+        self._errors.check(error, "averaging gradients", scale, decision, self._alike)
 
     def _forget(self) -> None:
         for member in self._members:
@@ -608,9 +623,9 @@ class ParallelOptimizer(Optimizer, Joinable):
         # before anything is judged: an error here would leave other ranks alone in the collectives of later members
         routes = [member.routes(part) for member, part in zip(self._members, parts, strict=True)]
         with self._agreement("loading a state dict"):
-            for one in routes:
-                one.check()
-        return [{**part, "state": one.carry_out()} for part, one in zip(parts, routes, strict=True)]
+            for route in routes:
+                route.check()
+        return [{**part, "state": route.carry_out()} for part, route in zip(parts, routes, strict=True)]
 
     @contextmanager
     def _agreement(self, doing: str) -> Iterator[None]:
@@ -650,11 +665,11 @@ class ParallelOptimizer(Optimizer, Joinable):
             ValueError: if it does not fit, naming the parameter.
         """
         parts = unpack(state_dict, self.members, self._holdings, model)
-        for one, part in zip(self._members, parts, strict=True):
-            one.check_states_are_here(part)
-        for member, part in zip(self.members, parts, strict=True):
-            engine_of(member).attachment.check_before_step("opt.load_sharded_state_dict()")
-            states_of(member).load_by_index(member, part)
+        for member, part in zip(self._members, parts, strict=True):
+            member.check_states_are_on_hosts(part)
+        for zero, part in zip(self.members, parts, strict=True):
+            engine_of(zero).attachment.check_before_step("opt.load_sharded_state_dict()")
+            states_of(zero).load_by_index(zero, part)
 
     # Information
 
@@ -697,17 +712,17 @@ class ParallelOptimizer(Optimizer, Joinable):
         if earlier is not None:
             earlier.stop()
         model = self._model()
-        counts = not kwargs.get("divide_by_initial_world_size", True)
+        needs_number_joined = not kwargs.get("divide_by_initial_world_size", True)
         is_piped = self._stages > 1
-        own: list[list[int]] = []
+        local_ties: list[list[int]] = []
         with self._agreement("Join"):
             refuse(self._members, model, is_piped, kwargs)
-            own = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
-        ties = [tie for text in all_gather_text_across(self._comms, json.dumps(own)) for tie in json.loads(text)]
-        peers = PeersUnderJoin(self._comms, connected_sets(ties), counts)
+            local_ties = ties_of(self._members, get_process_group_ranks(self._comms[0].process_group))
+        ties = [tie for text in all_gather_text_across(self._comms, json.dumps(local_ties)) for tie in json.loads(text)]
+        peers = PeersUnderJoin(self._comms, connected_sets(ties), needs_number_joined)
         join = ParallelJoin(self, model, self._members, peers, self._shadow_step, is_piped)
         self._join = weakref.ref(join)
-        self._leaves_out_joined = counts
+        self._leaves_out_joined = needs_number_joined
         return join
 
     def _current_join(self) -> ParallelJoin | None:
@@ -778,10 +793,10 @@ class ParallelOptimizer(Optimizer, Joinable):
 def _stepping(member: ZeroRedundancyOptimizer) -> Generator[GradientStats, GradientStats, None]:
     """A member's part of a step, without torch's hooks around ``step()``: those of all optimizers see the user's."""
     engine = engine_of(member)
-    part = engine.step_in_phases(None, {})
+    phases = engine.step_in_phases(None, {})
     with engine.label:
-        own = next(part, None)
-    if own is not None:
-        joined = yield own
+        stats = next(phases, None)
+    if stats is not None:
+        joint_stats = yield stats
         with engine.label, suppress(StopIteration):
-            part.send(joined)
+            phases.send(joint_stats)

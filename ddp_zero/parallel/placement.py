@@ -28,11 +28,11 @@ from ddp_zero.values import Chunk
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter as a member steps it."""
+class LocalParameter:
+    """A parameter as this rank holds and steps it: the whole, or this rank's part of it."""
 
-    param: Tensor  # a plain parameter; for a distributed tensor this rank's part, in its memory
-    source: DTensor | None  # the distributed tensor, or None
+    param: Tensor  # a plain parameter; for a DTensor the local shard, in the DTensor's memory
+    source: DTensor | None  # the DTensor that the user gave, if it is one
     cut_over: frozenset[str]  # names of the mesh dimensions along which ranks hold different parts
     # for mesh dimensions named by the user, the tensor dimension that is cut; None if not given
     declared: Mapping[str, int | None]
@@ -43,8 +43,8 @@ class Held:
         """The parameter as the user gave it."""
         return self.param if self.source is None else self.source
 
-    def along(self, dims: Collection[str]) -> "Held":
-        """The parameter with cuts over these dimensions only."""
+    def restricted_to(self, dims: Collection[str]) -> "LocalParameter":
+        """The same parameter, with ``cut_over`` restricted to these mesh dimensions."""
         return replace(self, cut_over=self.cut_over.intersection(dims))
 
     def single_cut(self) -> tuple[str, int] | None:
@@ -54,35 +54,36 @@ class Held:
         """
         if len(self.cut_over) != 1:
             return None
-        (dim,) = self.cut_over
-        at = self.declared.get(dim)
-        if self.source is not None and dim not in self.declared:
+        (mesh_dim,) = self.cut_over
+        tensor_dim = self.declared.get(mesh_dim)
+        if self.source is not None and mesh_dim not in self.declared:
             names = self.source.device_mesh.mesh_dim_names or ()
-            found = next((p for name, p in zip(names, self.source.placements, strict=False) if name == dim), None)
-            at = found.dim if type(found) is Shard else None
-        is_there = at is not None and -self.param.dim() <= at < self.param.dim()
-        return (dim, at % self.param.dim()) if is_there and at is not None else None
+            placement = dict(zip(names, self.source.placements, strict=False)).get(mesh_dim)
+            tensor_dim = placement.dim if type(placement) is Shard else None
+        if tensor_dim is None or not -self.param.dim() <= tensor_dim < self.param.dim():
+            return None
+        return mesh_dim, tensor_dim % self.param.dim()
 
-    def shape_with(self, at: int, size: int) -> tuple[int, ...]:
-        """The shape of this rank's part, with another size of one dimension."""
-        return tuple(size if dim == at else own for dim, own in enumerate(self.param.shape))
+    def shape_with(self, tensor_dim: int, size: int) -> tuple[int, ...]:
+        """The shape of this rank's part, but with ``size`` along one dimension."""
+        return (*self.param.shape[:tensor_dim], size, *self.param.shape[tensor_dim + 1 :])
 
-    def lend_gradient(self) -> None:
-        """Show this rank's addend of the distributed tensor's gradient as the part's, in the same memory.
+    def expose_gradient(self) -> None:
+        """Set ``param.grad`` to the local tensor of the DTensor's gradient, in the same memory. Never communicates.
 
-        Stays local. An addend is not the gradient yet, but a factor may be applied to it.
+        The gradient may still be a partial sum (`Partial`), to which code such as `GradScaler` can apply a factor.
         """
         if self.source is not None and not self.hides_gradient():
             grad: Any = self.source.grad
             self.param.grad = None if grad is None else grad.to_local().detach()
 
     def hides_gradient(self) -> bool:
-        """True if the distributed gradient has no addend of the part's shape on this rank."""
+        """True if the DTensor's gradient has no local tensor of ``param``'s shape, as when it is cut otherwise."""
         grad: Any = None if self.source is None else self.source.grad
         return grad is not None and grad.to_local().shape != self.param.shape
 
-    def bring_gradient(self) -> None:
-        """Copy this rank's part of the distributed tensor's gradient to the part."""
+    def fetch_gradient(self) -> None:
+        """Set ``param.grad`` to the DTensor's gradient on this rank. A collective if that must be redistributed."""
         if self.source is None:
             return
         self.param.requires_grad_(self.source.requires_grad)
@@ -92,7 +93,7 @@ class Held:
         self.param.grad = None if grad is None else grad.to_local().detach()
 
     def drop_gradient(self, set_to_none: bool) -> None:
-        """Drop or zero the distributed tensor's gradient, from which `bring_gradient` copies."""
+        """Drop or zero the DTensor's gradient, which `fetch_gradient` would bring back."""
         if self.source is None or self.source.grad is None:
             return
         if set_to_none:
@@ -125,7 +126,9 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
     return found
 
 
-def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
+def local_parameter(
+    param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str
+) -> LocalParameter:
     """A parameter as this rank holds it, cut along dimensions that `read_cuts` has found, or by a distributed tensor.
 
     ``dims`` name the mesh dimensions other than data-parallel dimensions.
@@ -141,9 +144,9 @@ def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence
             f"{list(dims)}, got {unknown[0]!r}. [ZERO-805]"
         )
     if not isinstance(param, DTensor):
-        return Held(param, None, frozenset(declared), declared, label)
+        return LocalParameter(param, None, frozenset(declared), declared, label)
     names = param.device_mesh.mesh_dim_names or ()
-    shown = set()
+    cut_dims = set()
     for name, placement in zip(names, param.placements, strict=False):
         if name not in dims:
             raise ValueError(
@@ -156,16 +159,16 @@ def holding_of(param: Tensor, declared: Mapping[str, int | None], dims: Sequence
                 f"Expected {label} cut or replicated along {name!r}, got {placement}. Redistribute it first. [ZERO-806]"
             )
         if isinstance(placement, Shard):
-            shown.add(name)
+            cut_dims.add(name)
     if not names:
         raise ValueError(
             f"{label} is distributed over a mesh without named dimensions. Build the mesh with mesh_dim_names=. "
             "[ZERO-801]"
         )
-    own: Any = param.detach()
-    part = nn.Parameter(own.to_local(), requires_grad=param.requires_grad)
-    rest = {dim: tensor_dim for dim, tensor_dim in declared.items() if dim not in shown}
-    return Held(part, param, frozenset(shown.union(declared)), rest, label)
+    detached: Any = param.detach()
+    part = nn.Parameter(detached.to_local(), requires_grad=param.requires_grad)
+    declared_only = {dim: tensor_dim for dim, tensor_dim in declared.items() if dim not in cut_dims}
+    return LocalParameter(part, param, frozenset(cut_dims.union(declared)), declared_only, label)
 
 
 # All parameters
@@ -175,20 +178,20 @@ class Holdings:
     """The parameters of a rank's `ParallelOptimizer` in the whole model.
 
     Args:
-        held: for each member, the ranks that share its parameters, and the parameters.
+        params_of_ranks: for each member, the ranks that share its parameters, and the parameters.
         everyone: the data-parallel ranks.
         mesh: the mesh of all ranks, or None.
-        kept: see `Axes.kept`.
+        home_dims: see `Axes.home_dims`.
         names: names of values in the whole model; None if unchanged. TypeError for neither a mapping nor a function.
         parts: sizes of all parts of parameters that are declared cut, from `measure_parts`.
     """
 
     def __init__(
         self,
-        held: Sequence[tuple[ProcessGroup, Sequence[Held]]],
+        params_of_ranks: Sequence[tuple[ProcessGroup, Sequence[LocalParameter]]],
         everyone: ProcessGroup,
         mesh: DeviceMesh | None,
-        kept: Sequence[str],
+        home_dims: Sequence[str],
         names: GlobalNames | None,
         parts: Mapping[Tensor, Sequence[CutSizes]],
     ) -> None:
@@ -202,76 +205,76 @@ class Holdings:
         self._parts = parts
         dims = () if mesh is None else mesh.mesh_dim_names or ()
         grid = None if mesh is None else mesh.mesh
-        self._home = home_of(get_process_group_ranks(everyone), grid, dims, kept)
+        self._home = home_of(get_process_group_ranks(everyone), grid, dims, home_dims)
         self._held = {
-            one.param: (one, home_of(get_process_group_ranks(group), grid, dims, kept))
-            for group, of_member in held
-            for one in of_member
+            local.param: (local, home_of(get_process_group_ranks(group), grid, dims, home_dims))
+            for group, local_params in params_of_ranks
+            for local in local_params
         }
 
     def part_of(self, model: nn.Module) -> PartModel:
         """This rank's part of the model; ValueError for a cut along an undeclared dimension, or equal names."""
-        placed = {one.given: Placed(one.param, *self._extent(one), home) for one, home in self._held.values()}
+        placed = {local.given: Placed(local.param, *self._extent(local), home) for local, home in self._held.values()}
         return PartModel(model, placed, self._names, self._home)
 
     def as_distributed(self, param: Tensor, value: Any) -> Any:
-        """A value of a stepped parameter's state that is one of its part; as a `DTensor` if both are cut."""
-        one, _ = self._held[param]
-        if not one.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
+        """A value in a parameter's state, as a `DTensor` if the parameter is cut and the value has its local shape."""
+        local, _ = self._held[param]
+        if not local.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
             return value
-        shape, _ = self._extent(one)
-        self._check_chunks(one)
+        shape, _ = self._extent(local)
+        self._check_chunks(local)
         stride = torch.empty(shape, device="meta").stride()
-        mesh, placements = self._placements(one)
+        mesh, placements = self._placements(local)
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    def _check_chunks(self, one: Held) -> None:
-        for cut in self._parts.get(one.param, ()):
+    def _check_chunks(self, local: LocalParameter) -> None:
+        for cut in self._parts.get(local.param, ()):
             chunks = [len(chunk) for chunk in torch.empty(sum(cut.sizes), device="meta").chunk(len(cut.sizes))]
             chunks += [0] * (len(cut.sizes) - len(chunks))
             if list(cut.sizes) != chunks:
                 raise NotImplementedError(
-                    f"Expected parts of {one.label} as torch.chunk cuts dimension {cut.dim}, {chunks}, for "
+                    f"Expected parts of {local.label} as torch.chunk cuts dimension {cut.dim}, {chunks}, for "
                     f"sharded_state_dict(), got {list(cut.sizes)}. Use ddp_zero.checkpoint, which takes any sizes. "
                     "[ZERO-608]"
                 )
 
-    def _extent(self, one: Held) -> tuple[tuple[int, ...], Chunk]:
-        shape = tuple(one.param.shape)
-        offsets = (0,) * one.param.dim()
-        if one.source is not None:
-            shape = tuple(one.source.shape)
-            offsets = tuple(chunk_of(one.source, one.label).offsets)
-        self._declared_dims(one)
-        cuts = self._parts.get(one.param, ())
+    def _extent(self, local: LocalParameter) -> tuple[tuple[int, ...], Chunk]:
+        shape = tuple(local.param.shape)
+        offsets = (0,) * local.param.dim()
+        if local.source is not None:
+            shape = tuple(local.source.shape)
+            offsets = tuple(chunk_of(local.source, local.label).offsets)
+        self._declared_dims(local)
+        cuts = self._parts.get(local.param, ())
         shape, offsets = whole_of(shape, offsets, cuts)
-        return shape, Chunk(offsets, tuple(one.param.shape))
+        return shape, Chunk(offsets, tuple(local.param.shape))
 
-    def _declared_dims(self, one: Held) -> list[tuple[str, int]]:
+    def _declared_dims(self, local: LocalParameter) -> list[tuple[str, int]]:
         """Mesh dimensions, in order, with the tensor dimension that the user declared cut along each."""
         found = []
         for dim in (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ():
-            if dim not in one.declared:
+            if dim not in local.declared:
                 continue
-            tensor_dim = one.declared[dim]
-            if tensor_dim is None or not -one.param.dim() <= tensor_dim < one.param.dim():
+            tensor_dim = local.declared[dim]
+            if tensor_dim is None or not -local.param.dim() <= tensor_dim < local.param.dim():
                 raise ValueError(
-                    f"Expected sharded_over={{{dim!r}: <dimension of the tensor that is cut>}} for {one.label} of "
-                    f"shape {list(one.param.shape)}, got {tensor_dim}. Without it the parameter has no place in the "
+                    f"Expected sharded_over={{{dim!r}: <dimension of the tensor that is cut>}} for {local.label} of "
+                    f"shape {list(local.param.shape)}, got {tensor_dim}. Without it the parameter has no place in the "
                     "whole model: checkpoints and sharded_state_dict() need one. [ZERO-805]"
                 )
-            found.append((dim, tensor_dim % one.param.dim()))
+            found.append((dim, tensor_dim % local.param.dim()))
         return found
 
-    def _placements(self, one: Held) -> tuple[DeviceMesh, list[Placement]]:
-        declared = self._declared_dims(one)
-        if one.source is not None:
+    def _placements(self, local: LocalParameter) -> tuple[DeviceMesh, list[Placement]]:
+        declared = self._declared_dims(local)
+        if local.source is not None:
             if declared:
                 raise NotImplementedError(
-                    f"{one.label} is a distributed tensor and has sharded_over=. Leave sharded_over= out for it. "
+                    f"{local.label} is a distributed tensor and has sharded_over=. Leave sharded_over= out for it. "
                     "[ZERO-805]"
                 )
-            return one.source.device_mesh, list(one.source.placements)
+            return local.source.device_mesh, list(local.source.placements)
         assert self._mesh is not None, "sharded_over names a dimension of the mesh"
         return self._mesh[tuple(dim for dim, _ in declared)], [Shard(tensor_dim) for _, tensor_dim in declared]
 
@@ -291,41 +294,45 @@ def whole_of(
 
 
 def measure_parts(
-    held: Sequence[Held], mesh: DeviceMesh | None, levels: Mapping[str, Communicator]
+    local_params: Sequence[LocalParameter], mesh: DeviceMesh | None, levels: Mapping[str, Communicator]
 ) -> dict[Tensor, list[CutSizes]]:
     """The sizes of all parts of parameters that are declared cut, the outermost cut first. A collective of the mesh.
 
     ``levels`` are the ranks along each dimension of the mesh that has several.
     """
-    sizes = {place: list(one.given.shape) for place, one in enumerate(held)}
-    found: dict[Tensor, list[CutSizes]] = {}
+    sizes = {place: list(local.given.shape) for place, local in enumerate(local_params)}
+    cuts_of_param: dict[Tensor, list[CutSizes]] = {}
     # the innermost dimension first: along the next one, parts are what it has joined
     for dim in reversed(() if mesh is None else mesh.mesh_dim_names or ()):
         if dim not in levels:
             continue
-        cut_dims = {place: one.declared.get(dim) for place, one in enumerate(held)}
-        mine = {
+        cut_dims = {place: local.declared.get(dim) for place, local in enumerate(local_params)}
+        lengths = {
             place: sizes[place][at]
             for place, at in cut_dims.items()
             if at is not None and -len(sizes[place]) <= at < len(sizes[place])
         }
-        every = [json.loads(text) for text in levels[dim].all_gather_text(json.dumps(mine))]
-        for place, own in mine.items():
+        lengths_of_ranks = [json.loads(text) for text in levels[dim].all_gather_text(json.dumps(lengths))]
+        for place, length in lengths.items():
             at = (cut_dims[place] or 0) % len(sizes[place])
-            parts = tuple(one.get(str(place), own) for one in every)  # what lacks on a rank is told by a save
-            found.setdefault(held[place].param, []).insert(0, CutSizes(at, parts, levels[dim].group_rank))
+            parts = tuple(
+                local.get(str(place), length) for local in lengths_of_ranks
+            )  # what lacks on a rank is told by a save
+            cuts_of_param.setdefault(local_params[place].param, []).insert(
+                0, CutSizes(at, parts, levels[dim].group_rank)
+            )
             sizes[place][at] = sum(parts)
-    return found
+    return cuts_of_param
 
 
-def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept: Sequence[str]) -> str:
-    """The holders of a parameter, as text: ranks, or their coordinates along the ``kept`` mesh dimensions."""
+def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], home_dims: Sequence[str]) -> str:
+    """The holders of a parameter, as text: ranks, or their coordinates along the ``home_dims`` mesh dimensions."""
     if grid is None:
         return f"ranks {json.dumps(sorted(ranks))}"
-    columns = [dims.index(dim) for dim in kept]
-    found = {rank: (grid == rank).nonzero() for rank in ranks}
-    places = {tuple(at for column in columns for at in place[:, column].tolist()) for place in found.values()}
-    return f"{', '.join(kept)} {json.dumps(sorted(places))}"
+    columns = [dims.index(dim) for dim in home_dims]
+    coordinates = {rank: (grid == rank).nonzero() for rank in ranks}
+    places = {tuple(at for column in columns for at in place[:, column].tolist()) for place in coordinates.values()}
+    return f"{', '.join(home_dims)} {json.dumps(sorted(places))}"
 
 
 # State dicts
@@ -363,11 +370,13 @@ def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
         )
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     parts = []
-    for member in range(1 + max(one for one, _ in places)):
-        own = [group for group, (one, _) in zip(groups, places, strict=True) if one == member]
-        old = [number for group in own for number in group["params"]]
+    for member in range(1 + max(group_member for group_member, _ in places)):
+        member_groups = [
+            group for group, (group_member, _) in zip(groups, places, strict=True) if group_member == member
+        ]
+        old = [number for group in member_groups for number in group["params"]]
         new = {number: place for place, number in enumerate(old)}
-        renumbered = [{**group, "params": [new[number] for number in group["params"]]} for group in own]
+        renumbered = [{**group, "params": [new[number] for number in group["params"]]} for group in member_groups]
         state = {
             new.get(key, key): value for key, value in state_dict["state"].items() if key in new or isinstance(key, str)
         }
@@ -383,25 +392,25 @@ def pack(
 ) -> dict[str, Any]:
     """See `ParallelOptimizer.sharded_state_dict`."""
     part = holdings.part_of(model)
-    found = dict[str, Any]()
+    packed_all = dict[str, Any]()
     for member in members:
         packed = states_of(member).sharded_state_dict(part, init_missing)
         table = shard_of(member).table
         index_of = {name: index for index, name in enumerate(table.names_in(part))}
         for name, state in packed.pop(_STATE).items():
             if name not in index_of:
-                found[f"{_REST}.{name}"] = state  # belongs to no parameter
+                packed_all[f"{_REST}.{name}"] = state  # belongs to no parameter
                 continue
             index = index_of[name]
             for key, value in state.items():
                 is_of_part = index not in table.wholes or key == MASTER_KEY
                 own = holdings.as_distributed(table.params[index], value) if is_of_part else value
-                found[f"{_STATE}.{name}.{key}"] = own
+                packed_all[f"{_STATE}.{name}.{key}"] = own
         for group in packed.pop(_GROUPS):
             for name in group.pop("params"):
-                found.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})
-        found.update({f"{_REST}.{key}": value for key, value in packed.items()})
-    return found
+                packed_all.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})
+        packed_all.update({f"{_REST}.{key}": value for key, value in packed.items()})
+    return packed_all
 
 
 def unpack(
@@ -424,7 +433,7 @@ def unpack(
         local = value.to_local() if isinstance(value, DTensor) else value
         {_STATE: states, _GROUPS: options}.get(kind, {}).setdefault(name, {})[key] = local
     scale = {"loss_scale": rest.pop("loss_scale")} if "loss_scale" in rest else {}
-    found = []
+    state_dicts = []
     for member in members:
         names = shard_of(member).table.names_in(part)
         remaining = iter(names)
@@ -432,10 +441,10 @@ def unpack(
             _group([next(remaining) for _ in group["params"]], group, options, member.defaults)
             for group in member.param_groups
         ]
-        own = {name: states[name] for name in names if name in states}
-        nested = {"state": {**rest, **own}, "param_groups": groups, **scale}
-        found.append(states_of(member).by_index(nested, part))
-    return found
+        member_states = {name: states[name] for name in names if name in states}
+        nested = {"state": {**rest, **member_states}, "param_groups": groups, **scale}
+        state_dicts.append(states_of(member).by_index(nested, part))
+    return state_dicts
 
 
 def _group(
@@ -452,17 +461,20 @@ def _group(
             f"The state dict has different options for {other!r} and {names[0]!r}, which are in one group. "
             "Build the groups as when saving. [ZERO-604]"
         )
-    kept = {key: value for key, value in group.items() if key != "param_names"}
-    return {**(load_group(kept, options[names[0]], defaults) if names else kept), "params": names}
+    options_and_params = {key: value for key, value in group.items() if key != "param_names"}
+    return {
+        **(load_group(options_and_params, options[names[0]], defaults) if names else options_and_params),
+        "params": names,
+    }
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def same_class(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_class(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if both groups are stepped by the same class."""
-    return one.get(CLASS_KEY) == other.get(CLASS_KEY)
+    return group.get(CLASS_KEY) == other.get(CLASS_KEY)
 
 
 def load_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

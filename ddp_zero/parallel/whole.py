@@ -32,7 +32,7 @@ from ddp_zero.core.local import MASTER_KEY, ParameterTable, SteppedTogether, Ste
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.values import flatten_states
 
-PART_KEY = "_ddp_zero_part"
+PART_NUMBER_KEY = "_ddp_zero_part"
 """Attribute of a parameter that is a part: its number. Stand-ins of a parameter have its attributes."""
 
 _FAILED = -1
@@ -43,33 +43,33 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter whose parts the ranks along a dimension of the mesh hold."""
+    """A parameter that is cut along one mesh dimension, and whose parts are gathered on one rank for the step."""
 
-    comm: Communicator  # the ranks that hold its parts, in the order of these
-    dim: int  # the dimension of the parameter that is cut
-    host: GroupRank  # the rank that steps the whole
+    comm: Communicator  # the ranks that hold its parts, in order
+    dim: int  # the dimension of the tensor that is cut
+    host: GroupRank  # the rank of ``comm`` that gathers the parts and steps the whole
     shape: tuple[int, ...]  # of the whole
     label: str  # the parameter in messages
-    sizes: tuple[int, ...]  # of all parts along ``dim``, in the order of ranks; possibly 0
+    sizes: tuple[int, ...]  # the length of each rank's part along ``dim``; possibly 0
     # the data-parallel rank that must own the parts; None: the plan of any rank with parts finds the same
     owner: GroupRank | None = None
 
     @property
-    def is_here(self) -> bool:
-        """True if this rank steps the whole."""
+    def is_host(self) -> bool:
+        """True if this rank gathers the parts and steps the whole."""
         return self.host == self.comm.group_rank
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
         return tuple(self.sizes[rank] if at == self.dim else size for at, size in enumerate(self.shape))
 
 
-def mark(param: Tensor) -> int:
-    """The number of a parameter that is a part; it keeps the number that it has."""
-    found: int | None = getattr(param, PART_KEY, None)
-    if found is None:
-        found = next(_numbers)
-        vars(param)[PART_KEY] = found
-    return found
+def number_of_part(param: Tensor) -> int:
+    """The number by which this module finds a part again; set as an attribute of the parameter if it has none yet."""
+    number: int | None = getattr(param, PART_NUMBER_KEY, None)
+    if number is None:
+        number = next(_numbers)
+        vars(param)[PART_NUMBER_KEY] = number
+    return number
 
 
 def places_for(
@@ -94,9 +94,9 @@ def places_for(
 
 
 class StateRoutes:
-    """The ways of states of whole parameters from the ranks whose state dict has them to the hosts.
+    """Sends the states of whole parameters from the ranks whose state dict has them to the hosts of now.
 
-    A state dict may come from a mesh on which other ranks were hosts. Building it is a collective; then `check`, then
+    A state dict may come from a mesh on which other ranks were hosts. Construction is a collective; then `check`, then
     `carry_out` on all ranks if none has failed. ``states`` are this rank's, of all parameters that its data-parallel
     ranks own, by index, masters included.
     """
@@ -108,15 +108,15 @@ class StateRoutes:
         self._table = table
         self._cuts = cuts
         self._owned = set(owned)
-        self._givers: dict[int, list[GroupRank]] = {}
-        over: dict[int, list[int]] = {}  # by dimension of the mesh
+        self._senders: dict[int, list[GroupRank]] = {}
+        indices_of_comm: dict[int, list[int]] = {}  # by dimension of the mesh
         for index, cut in sorted(cuts.items()):
-            over.setdefault(id(cut.comm), []).append(index)
-        for indices in over.values():
+            indices_of_comm.setdefault(id(cut.comm), []).append(index)
+        for indices in indices_of_comm.values():
             has_state = [int(_is_of_whole(states.get(index))) for index in indices]
-            every = cuts[indices[0]].comm.all_gather_ints(has_state)
+            flags_of_ranks = cuts[indices[0]].comm.all_gather_ints(has_state)
             for place, index in enumerate(indices):
-                self._givers[index] = [GroupRank(rank) for rank, flags in enumerate(every) if flags[place]]
+                self._senders[index] = [GroupRank(rank) for rank, flags in enumerate(flags_of_ranks) if flags[place]]
 
     def check(self) -> None:
         """Check that the states can be sent.
@@ -125,44 +125,44 @@ class StateRoutes:
             ValueError: if several ranks have a state of one whole parameter, naming them; on all ranks with its parts.
             TypeError: for a state that cannot be sent, naming the parameter; on the rank that has it.
         """
-        for index, givers in self._givers.items():
+        for index, senders in self._senders.items():
             cut = self._cuts[index]
-            if len(givers) > 1:
-                shown = " and ".join(cut.comm.name(rank) for rank in givers[:2])
+            if len(senders) > 1:
+                shown = " and ".join(cut.comm.name(rank) for rank in senders[:2])
                 raise ValueError(
                     f"Expected one of the ranks with parts of {cut.label} to have the state of the whole, got {shown}. "
                     "Load on each rank the state dict that was saved on that rank. [ZERO-817]"
                 )
-            if givers == [cut.comm.group_rank] and not cut.is_here:
+            if senders == [cut.comm.group_rank] and not cut.is_host:
                 flatten_states({index: self._states[index]}, self._table.label)
 
     def carry_out(self) -> dict[Any, Any]:
         """Send each state to its host, and return the states of this rank, by index. A collective."""
-        found = dict(self._states)
+        states = dict(self._states)
         # every rank walks the parameters in one order, so that blocking sends and receives pair up
-        for index, givers in sorted(self._givers.items()):
+        for index, senders in sorted(self._senders.items()):
             cut = self._cuts[index]
-            if not givers or givers == [cut.host]:
+            if not senders or senders == [cut.host]:
                 continue
-            state = found.pop(index, {})
+            state = states.pop(index, {})
             master = {key: value for key, value in state.items() if key == MASTER_KEY}
-            if givers == [cut.comm.group_rank] and index in self._owned:
+            if senders == [cut.comm.group_rank] and index in self._owned:
                 cut.comm.send_tree({key: value for key, value in state.items() if key != MASTER_KEY}, cut.host)
             arrived: Any = {}
-            if cut.is_here and index in self._owned:
-                arrived = cut.comm.receive_tree(givers[0], self._table.params[index].device)
-            if cut.is_here or master:  # without an owner's part, it only says that there is a state, for their order
-                found[index] = {**arrived, **master}
-        numbered = sorted(key for key in found if isinstance(key, int))
-        return {key: found[key] for key in [*numbered, *(key for key in found if not isinstance(key, int))]}
+            if cut.is_host and index in self._owned:
+                arrived = cut.comm.receive_tree(senders[0], self._table.params[index].device)
+            if cut.is_host or master:  # without an owner's part, it only says that there is a state, for their order
+                states[index] = {**arrived, **master}
+        numbered = sorted(key for key in states if isinstance(key, int))
+        return {key: states[key] for key in [*numbered, *(key for key in states if not isinstance(key, int))]}
 
 
 def _is_of_whole(state: object) -> bool:
-    """True for the state of a whole, False for at most the master of a part; anything else is judged by the load."""
+    """True for the state of a whole, False for a state that is empty or has only the master of a part."""
     return isinstance(state, Mapping) and bool(state.keys() - {MASTER_KEY})
 
 
-class _Meeting(StepsWithPeers):
+class _GatheringStep(StepsWithPeers):
     """Mixed into an optimizer class: steps parts as wholes on their hosts; everything else as the class does."""
 
     cuts: ClassVar[dict[int, Cut]] = {}  # of each class made; it grows with added groups
@@ -173,25 +173,25 @@ class _Meeting(StepsWithPeers):
         Raises RuntimeError if ranks have gradients of different parts, or the step failed on another of them.
         """
         groups = self.param_groups
-        meetings = self._meetings()
-        if not meetings:
+        gatherings = self._gatherings()
+        if not gatherings:
             return self._step_class(closure, kwargs)
-        for place, meeting in enumerate(meetings):
+        for place, gathering in enumerate(gatherings):
             try:
-                meeting.gather()
+                gathering.gather()
             except Exception as raised:
-                for earlier in meetings[:place]:
+                for earlier in gatherings[:place]:
                     earlier.give_back(raised)
-                for later in meetings[place + 1 :]:
+                for later in gatherings[place + 1 :]:
                     later.give_up()
                 raise
-        hosted = {part: whole for meeting in meetings for part, whole in meeting.hosted.items()}
-        shown = [{**group, "params": self._tensors_to_step(group["params"], hosted)} for group in groups]
+        hosted = {part: whole for gathering in gatherings for part, whole in gathering.hosted.items()}
+        stepped_groups = [{**group, "params": self._tensors_to_step(group["params"], hosted)} for group in groups]
         state: dict[Any, Any] = self.state
         for part, whole in hosted.items():
             if part in state:
                 state[whole] = state.pop(part)
-        self.param_groups = shown
+        self.param_groups = stepped_groups
         result, error = None, None
         try:
             result = self._step_class(closure, kwargs)
@@ -202,28 +202,28 @@ class _Meeting(StepsWithPeers):
             for part, whole in hosted.items():
                 if whole in state:
                     state[part] = state.pop(whole)
-            for group, after in zip(groups, shown, strict=True):
+            for group, after in zip(groups, stepped_groups, strict=True):
                 group.update({key: value for key, value in after.items() if key != "params"})
         # all of them, also after an error: the ranks of each wait for this rank
-        for meeting in meetings:
-            error = meeting.give_back(error) or error
+        for gathering in gatherings:
+            error = gathering.give_back(error) or error
         if error is not None:
             raise error.with_traceback(error.__traceback__)
         return result
 
     def give_up(self) -> None:
         """Tell the ranks that hold other parts of these parameters that this rank cannot step. A collective."""
-        for meeting in self._meetings():
-            meeting.give_up()
+        for gathering in self._gatherings():
+            gathering.give_up()
 
-    def _meetings(self) -> list["_Gathering"]:
+    def _gatherings(self) -> list["_Gathering"]:
         """The gatherings of a step, by dimension of the mesh."""
-        over: dict[int, list[tuple[Tensor, Cut]]] = {}
+        params_of_comm: dict[int, list[tuple[Tensor, Cut]]] = {}
         for param in (param for group in self.param_groups for param in group["params"]):
             cut = self._cut_of(param)
             if cut is not None:
-                over.setdefault(id(cut.comm), []).append((param, cut))
-        return [_Gathering(of_one) for of_one in over.values()]
+                params_of_comm.setdefault(id(cut.comm), []).append((param, cut))
+        return [_Gathering(params) for params in params_of_comm.values()]
 
     def _tensors_to_step(self, params: Sequence[Tensor], hosted: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The tensors to step on this rank: wholes that it hosts, and parameters whose parts do not meet."""
@@ -234,32 +234,35 @@ class _Meeting(StepsWithPeers):
         return step(**kwargs) if closure is None else step(closure, **kwargs)
 
     def _cut_of(self, param: Tensor) -> Cut | None:
-        return self.cuts.get(getattr(param, PART_KEY, -1))
+        return self.cuts.get(getattr(param, PART_NUMBER_KEY, -1))
 
 
-class _MeetingAtOnce(_Meeting, SteppedTogether):
+class _GatheringStepAtOnce(_GatheringStep, SteppedTogether):
     """Parts of different sizes, which lie in different buckets on the ranks that hold them."""
 
     @classmethod
     def owner_of(cls, param: Tensor) -> GroupRank | None:
-        cut = cls.cuts.get(getattr(param, PART_KEY, -1))
+        cut = cls.cuts.get(getattr(param, PART_NUMBER_KEY, -1))
         return None if cut is None else cut.owner
 
 
-def meeting_class(optimizer_class: type[Optimizer], cuts: dict[int, Cut]) -> type[Optimizer]:
+def gathering_class(optimizer_class: type[Optimizer], cuts: dict[int, Cut]) -> type[Optimizer]:
     """The class, with steps of these parts as wholes; it keeps its name."""
     names = {"__module__": optimizer_class.__module__, "__qualname__": optimizer_class.__qualname__, "cuts": cuts}
-    meeting = _Meeting if all(cut.owner is None for cut in cuts.values()) else _MeetingAtOnce
-    made = type(optimizer_class.__name__, (meeting, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
-    return cast(type[Optimizer], made)
+    mixin = _GatheringStep if all(cut.owner is None for cut in cuts.values()) else _GatheringStepAtOnce
+    gathering = type(optimizer_class.__name__, (mixin, optimizer_class), {**names, "__doc__": optimizer_class.__doc__})
+    return cast(type[Optimizer], gathering)
 
 
 @dataclass
 class _Gathering:
-    """The parts of one step on their way to hosts and back, all over the ranks of one dimension."""
+    """Gathers the parts of parameters on their hosts for one step, and sends stepped parts back.
 
-    members: list[tuple[Tensor, Cut]]  # in the same order on all ranks
-    hosted: dict[Tensor, Tensor] = field(default_factory=dict)  # by part, the whole on this rank
+    All parts are cut along the same mesh dimension; ``gather`` comes first, then the hosts' step, then ``give_back``.
+    """
+
+    members: list[tuple[Tensor, Cut]]  # this rank's parts; in the same order on all ranks
+    hosted: dict[Tensor, Tensor] = field(default_factory=dict)  # the wholes that this rank steps, by its part of each
 
     def __post_init__(self) -> None:
         (first, cut), *_ = self.members
@@ -267,40 +270,44 @@ class _Gathering:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Send parts of parameters and gradients to hosts, where wholes are made. A collective."""
+        """Send parts of parameters and gradients to their hosts, and join those of ``hosted``. A collective.
+
+        Parameters without a gradient are left out. Raises RuntimeError if ranks have gradients of different parts.
+        """
         self._check_gradients()
         self.members = [(param, cut) for param, cut in self.members if param.grad is not None]
         me, peers = self.comm.group_rank, self.comm.peers()
-        sent = {peer: [run for p, cut in self.members if cut.host == peer for run in _runs(p)] for peer in peers}
-        mine = [(param, cut) for param, cut in self.members if cut.host == me]
+        # of each parameter two messages: its part, then its gradient's
+        sent = {peer: [flat for p, cut in self.members if cut.host == peer for flat in _flat_pair(p)] for peer in peers}
+        hosted = [(param, cut) for param, cut in self.members if cut.host == me]
         received = {
-            peer: [run.new_empty(math.prod(cut.part_shape(peer))) for p, cut in mine for run in _runs(p)]
+            peer: [flat.new_empty(math.prod(cut.part_shape(peer))) for p, cut in hosted for flat in _flat_pair(p)]
             for peer in peers
         }
-        self._swap(sent, received)
-        for place, (param, cut) in enumerate(mine):
-            runs = _runs(param)
-            pairs = [
-                runs if rank == me else received[GroupRank(rank)][2 * place : 2 * place + 2]
-                for rank in range(self.comm.world_size)
-            ]
-            value, grad = (
-                torch.cat([pair[one].view(cut.part_shape(rank)) for rank, pair in enumerate(pairs)], dim=cut.dim)
-                for one in (0, 1)
-            )
-            whole = nn.Parameter(value, requires_grad=param.requires_grad)
-            whole.grad = grad
+        self._exchange(sent, received)
+        for place, (param, cut) in enumerate(hosted):
+            values, grads = [], []
+            for rank in map(GroupRank, range(self.comm.world_size)):
+                value, grad = _flat_pair(param) if rank == me else received[rank][2 * place : 2 * place + 2]
+                values.append(value.view(cut.part_shape(rank)))
+                grads.append(grad.view(cut.part_shape(rank)))
+            whole = nn.Parameter(torch.cat(values, dim=cut.dim), requires_grad=param.requires_grad)
+            whole.grad = torch.cat(grads, dim=cut.dim)
             self.hosted[param] = whole
 
     @torch.no_grad()
     def give_back(self, error: Exception | None) -> Exception | None:
-        """Send stepped parts to their ranks, unless a rank has failed. A collective.
+        """Send the parts of stepped wholes back to their ranks, unless the step failed anywhere. A collective.
+
+        Args:
+            error: of this rank's step.
 
         Returns:
-            The error, if the step has failed on any rank.
+            ``error``, or an error that names the ranks that have failed; None if none has.
         """
         comm, me = self.comm, self.comm.group_rank
-        failed = [rank for rank, (flag,) in enumerate(comm.all_gather_ints([int(error is not None)])) if flag]
+        flags = comm.all_gather_ints([int(error is not None)])
+        failed = [rank for rank, (has_failed,) in enumerate(flags) if has_failed]
         if error is not None:
             return error
         if failed:
@@ -313,7 +320,7 @@ class _Gathering:
         sent = {peer: [_flat(parts[peer]) for parts in chunks.values()] for peer in comm.peers()}
         of_host = {peer: [param for param, cut in self.members if cut.host == peer] for peer in comm.peers()}
         received = {peer: [param.new_empty(param.numel()) for param in params] for peer, params in of_host.items()}
-        self._swap(sent, received)
+        self._exchange(sent, received)
         for param, parts in chunks.items():
             param.copy_(parts[me])
         for peer, params in of_host.items():
@@ -332,7 +339,9 @@ class _Gathering:
             f"{shown}. Treat the error there, and restart from a checkpoint. [ZERO-319]"
         )
 
-    def _swap(self, sent: Mapping[GroupRank, Sequence[Tensor]], received: Mapping[GroupRank, Sequence[Tensor]]) -> None:
+    def _exchange(
+        self, sent: Mapping[GroupRank, Sequence[Tensor]], received: Mapping[GroupRank, Sequence[Tensor]]
+    ) -> None:
         self.comm.all_to_all(sent, received, self.device, "the parts of matrices that are stepped whole")
 
     def _check_gradients(self) -> None:
@@ -353,10 +362,10 @@ class _Gathering:
             )
 
 
-def _runs(param: Tensor) -> list[Tensor]:
+def _flat_pair(param: Tensor) -> tuple[Tensor, Tensor]:
     """A part and its gradient, each 1-D and contiguous."""
     assert param.grad is not None, "checked"
-    return [_flat(param.detach()), _flat(param.grad.detach())]
+    return _flat(param.detach()), _flat(param.grad.detach())
 
 
 def _flat(part: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Statement:
+class RankValues:
     """The values that one rank holds."""
 
     entries: Mapping[str, Entry]  # entries by name in the whole model
@@ -45,7 +45,7 @@ class Statement:
         return json.dumps([rows, list(self.aliases), list(self.buffers)])
 
     @classmethod
-    def of_text(cls, text: str) -> "Statement":
+    def of_text(cls, text: str) -> "RankValues":
         rows, aliases, buffers = json.loads(text)
         return cls({name: _entry(row) for name, row in rows.items()}, aliases, buffers)
 
@@ -57,14 +57,14 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 
 class Layout:
-    """The statements of all ranks, in rank order; ValueError naming a value and two ranks if they contradict."""
+    """The `RankValues` of all ranks, in rank order; ValueError naming a value and two ranks if they contradict."""
 
-    def __init__(self, statements: Sequence[Statement], name_of: Callable[[int], str]) -> None:
-        self.statements = statements
+    def __init__(self, values_of_rank: Sequence[RankValues], name_of: Callable[[int], str]) -> None:
+        self.values_of_rank = values_of_rank
         self._name_of = name_of
         self._holders: dict[str, list[int]] = {}
-        for rank, statement in enumerate(statements):
-            for name in statement.entries:
+        for rank, values in enumerate(values_of_rank):
+            for name in values.entries:
                 self._holders.setdefault(name, []).append(rank)
         for name, holders in self._holders.items():
             self._check(name, holders)
@@ -77,19 +77,19 @@ class Layout:
     def whole_states_of(self, rank: int) -> set[str]:
         """Names of the values whose state this rank writes for all parts of them: the first rank that has it does."""
         firsts: dict[str, int] = {}
-        for place, statement in enumerate(self.statements):
-            for name, entry in statement.entries.items():
+        for place, values in enumerate(self.values_of_rank):
+            for name, entry in values.entries.items():
                 if entry.has_whole_state:
                     firsts.setdefault(name, place)
         return {name for name, first in firsts.items() if first == rank}
 
     def only_elsewhere(self, rank: int) -> set[str]:
         """Names, aliases included, that other ranks hold and this rank does not."""
-        every = [{*one.entries, *one.aliases} for one in self.statements]
-        return {name for names in every for name in names} - every[rank]
+        names_of_rank = [{*values.entries, *values.aliases} for values in self.values_of_rank]
+        return {name for names in names_of_rank for name in names} - names_of_rank[rank]
 
     def _entry(self, rank: int, name: str) -> Entry:
-        return self.statements[rank].entries[name]
+        return self.values_of_rank[rank].entries[name]
 
     def _check(self, name: str, holders: Sequence[int]) -> None:
         first = holders[0]
@@ -112,26 +112,28 @@ class Layout:
                 )
             if entry.chunk is None:  # not a tensor
                 continue
-            same = chunks.setdefault(entry.chunk, rank)
-            if entry.sample != self._entry(same, name).sample:
+            first_with_chunk = chunks.setdefault(entry.chunk, rank)
+            if entry.sample != self._entry(first_with_chunk, name).sample:
                 raise ValueError(
-                    f"{name!r} is in no parameter group and has different values on {self._name_of(same)} and "
-                    f"{self._name_of(rank)}. Put it into the group of its ranks, or give each its name by "
-                    "global_names=. [ZERO-814]"
+                    f"{name!r} is in no parameter group and has different values on "
+                    f"{self._name_of(first_with_chunk)} and {self._name_of(rank)}. Put it into the group of its ranks, "
+                    "or give each its name by global_names=. [ZERO-814]"
                 )
-        wrong = None if expected.shape is None else Chunk.fault(expected.shape, list(chunks))
-        if wrong is not None:
-            shown = "; ".join(f"{chunk.describe()} on {self._name_of(rank)}" for chunk, rank in chunks.items())
+        fault = None if expected.shape is None else Chunk.fault(expected.shape, list(chunks))
+        if fault is not None:
+            chunks_of_ranks = "; ".join(
+                f"{chunk.describe()} on {self._name_of(rank)}" for chunk, rank in chunks.items()
+            )
             raise ValueError(
-                f"Expected the parts of {name!r} to make up {_text_of(expected)}, got {wrong}: {shown}. State how it "
-                "is cut in sharded_over=, alike on all ranks. [ZERO-805]"
+                f"Expected the parts of {name!r} to make up {_text_of(expected)}, got {fault}: {chunks_of_ranks}. "
+                "State how it is cut in sharded_over=, alike on all ranks. [ZERO-805]"
             )
 
     def _assign(self) -> list[set[str]]:
         """Names that each rank writes: the first ranks that share the optimizer state do, else the least loaded."""
-        found: list[set[str]] = [set() for _ in self.statements]
-        loads = [0] * len(self.statements)
-        rest = []
+        names_of_rank: list[set[str]] = [set() for _ in self.values_of_rank]
+        loads = [0] * len(self.values_of_rank)
+        without_state = []
         for name, holders in self._holders.items():
             by_chunk: dict[Chunk | None, list[int]] = {}
             for rank in holders:
@@ -139,20 +141,20 @@ class Layout:
             for chunk, ranks in by_chunk.items():
                 if chunk is not None and not chunk.numel and len(by_chunk) > 1:
                     continue  # a part without elements
-                sharing = [self._entry(rank, name).writers for rank in ranks]
-                first = next((one for one in sharing if one is not None), None)
+                writer_groups = [self._entry(rank, name).writers for rank in ranks]
+                first = next((group for group in writer_groups if group is not None), None)
                 if first is None:
-                    rest.append((name, ranks))
-                for rank, one in zip(ranks, sharing, strict=True):
-                    if first is not None and one == first:
-                        found[rank].add(name)
+                    without_state.append((name, ranks))
+                for rank, group in zip(ranks, writer_groups, strict=True):
+                    if first is not None and group == first:
+                        names_of_rank[rank].add(name)
                         loads[rank] += self._entry(rank, name).weight
-        buffers = {name for one in self.statements for name in one.buffers}
-        for name, ranks in rest:
+        buffers = {name for values in self.values_of_rank for name in values.buffers}
+        for name, ranks in without_state:
             writer = ranks[0] if name in buffers else min(ranks, key=lambda rank: loads[rank])
-            found[writer].add(name)
+            names_of_rank[writer].add(name)
             loads[writer] += self._entry(writer, name).weight
-        return found
+        return names_of_rank
 
 
 def _text_of(entry: Entry) -> str:
@@ -184,11 +186,13 @@ class PartModel(LiveModel):
 
     def __init__(self, model: nn.Module, placed: Mapping[Tensor, Placed], names: GlobalNames | None, home: str) -> None:
         super().__init__(model)
-        wrapped = [name for name, one in self.module.named_modules() if isinstance(one, DistributedDataParallel)]
+        wrapped = [name for name, entry in self.module.named_modules() if isinstance(entry, DistributedDataParallel)]
         bare = {name: _without_ddp(name, wrapped) for name in (*self.entries, *self.aliases)}
         found = rename_all(bare.values(), {} if names is None else names, "global_names=", "the model")
         self._whole_name = {name: found[short] for name, short in bare.items()}
-        known = {self._whole_name[self._names[id(one)]]: placed[one].home for one in placed if id(one) in self._names}
+        known = {
+            self._whole_name[self._names[id(entry)]]: placed[entry].home for entry in placed if id(entry) in self._names
+        }
         self._home, self._known_homes = home, known
         self._homes_inside: dict[str, set[str]] = {}  # by the names of modules
         for place, own_home in known.items():
@@ -200,34 +204,34 @@ class PartModel(LiveModel):
         self._names = {number: self._whole_name[name] for number, name in self._names.items()}
         self.placed = {name: self._place(name, entry, placed) for name, entry in self.tensors.items()}
         self.entries = {
-            name: self.placed[name].part if name in self.placed else one for name, one in self._given.items()
+            name: self.placed[name].part if name in self.placed else entry for name, entry in self._given.items()
         }
-        self._names.update({id(one.part): name for name, one in self.placed.items()})
+        self._names.update({id(entry.part): name for name, entry in self.placed.items()})
         self._in_optimizer = {name for name in self.placed if self._given[name] in placed}
 
     def chunk(self, name: str) -> Chunk | None:
         """The elements of a value that this rank holds, by name or alias; None if it is not a tensor."""
-        one = self.placed.get(self.aliases.get(name, name))
-        return None if one is None else one.chunk
+        placed = self.placed.get(self.aliases.get(name, name))
+        return None if placed is None else placed.chunk
 
     def values(self) -> dict[str, Value]:
-        found = super().values()
-        found |= {name: Value(one.shape, found[name].dtype) for name, one in self.placed.items()}
-        return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
+        values = super().values()
+        values |= {name: Value(placed.shape, values[name].dtype) for name, placed in self.placed.items()}
+        return {**values, **{alias: values[name] for alias, name in self.aliases.items()}}
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
-        here = {whole: name for name, whole in self._whole_name.items()}
-        super().load_extra({here[name]: state for name, state in states.items()})
+        local_name = {whole: name for name, whole in self._whole_name.items()}
+        super().load_extra({local_name[name]: state for name, state in states.items()})
 
-    def statement(self, writers: Mapping[str, int], whole_states: Collection[str] = ()) -> Statement:
+    def rank_values(self, writers: Mapping[str, int], whole_states: Collection[str] = ()) -> RankValues:
         """The tensors and values that this rank holds; with state of the whole of those in ``whole_states``.
 
         ``writers``: for each that it may write, the first of the ranks that share its state; see `Entry`.
         """
         # parameters in no group: ranks may hold different parameters without anything showing it
         params = [name for name in self.placed if isinstance(self._given[name], nn.Parameter)]
-        loose = [name for name in params if name not in self._in_optimizer]
-        samples = dict(zip(loose, sample_values([self.placed[name].part for name in loose]), strict=True))
+        ungrouped = [name for name in params if name not in self._in_optimizer]
+        samples = dict(zip(ungrouped, sample_values([self.placed[name].part for name in ungrouped]), strict=True))
         values = self.values()
         entries = {}
         for name, value in self.entries.items():
@@ -243,7 +247,7 @@ class PartModel(LiveModel):
                 has_whole_state=name in whole_states,
             )
         buffers = [name for name, value in self._given.items() if not isinstance(value, nn.Parameter)]
-        return Statement(entries, list(self.aliases), buffers)
+        return RankValues(entries, list(self.aliases), buffers)
 
     def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
         found = placed.get(entry)

@@ -35,7 +35,7 @@ from ddp_zero.core.comm import Agreement, Communicator, Peers, logger
 from ddp_zero.error_codes import coded
 from ddp_zero.insight.stats import SNAPSHOT_COUNTS
 from ddp_zero.optimizer import engine_of, shard_of
-from ddp_zero.parallel.whole_model import Layout, Statement
+from ddp_zero.parallel.whole_model import Layout, RankValues
 from ddp_zero.snapshots.connections import Address, listen
 from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, OwnPart, Staged, bytes_in, private_folder
@@ -104,7 +104,7 @@ class _Session:
     keepers: list[Address]  # of the ranks that keep copies of this rank's part
     senders: frozenset[int]  # ranks of whose parts this rank keeps copies
     layout: Layout | None
-    digest: int  # of the statement from which the layout was made
+    digest: int  # of the `RankValues` from which the layout was made
     restored: Path | None = None  # the folder of the restored snapshot, until a new snapshot is complete
     turns: Turns = field(default_factory=Turns)
     last_step: int = 0  # step of the last snapshot
@@ -372,7 +372,7 @@ class Snapshots:
             keepers=[addresses[rank] for rank in targets[peers.group_rank]],
             senders=frozenset(rank for rank, theirs in enumerate(targets) if peers.group_rank in theirs),
             layout=layout,
-            digest=_digest(view.statement),
+            digest=_digest(view.rank_values),
         )
         recovery = Recovery(peers, hosts, addresses, keeper, self._root, self._budget, self._time_out)
         return peers, session, recovery
@@ -425,7 +425,7 @@ class Snapshots:
         view = View.of(self._model, self._optimizer)
         if view.state is not None:
             view.state.check()
-        digest = _digest(view.statement)
+        digest = _digest(view.rank_values)
         if session.turns.last is None:
             # before the gather: no rank of this host then finds memory taken that is being given back
             session.courier.wait()
@@ -551,5 +551,5 @@ def _newest_step(folder: Path) -> int:
     return read_marker(found[-1]).step if found else -1
 
 
-def _digest(statement: Statement | None) -> int:
-    return 0 if statement is None else zlib.crc32(statement.as_text().encode())
+def _digest(rank_values: RankValues | None) -> int:
+    return 0 if rank_values is None else zlib.crc32(rank_values.as_text().encode())

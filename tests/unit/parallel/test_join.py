@@ -10,7 +10,7 @@ from ddp_zero.parallel.join import connected_sets, ties_of
 
 def members_of(*stated: list[list[int]]) -> Any:
     shared = SimpleNamespace(describe=lambda: "parameter group 1")
-    return [SimpleNamespace(stated=one, shared=shared) for one in stated]
+    return [SimpleNamespace(group_ranks=one, shared=shared) for one in stated]
 
 
 def test_experts_tie_the_ranks_at_one_place_and_dense_parameters_none() -> None:

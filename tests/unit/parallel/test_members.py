@@ -6,12 +6,12 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from ddp_zero.parallel.members import check_arguments, check_groups, count_in_norms, nonfinite, other_dims
+from ddp_zero.parallel.members import check_arguments, check_group_ranks, count_in_norms, nonfinite, other_dims
 
 
 def test_a_group_counts_in_norms_on_its_first_rank_alone_also_across_pipeline_stages() -> None:
     stated = [[0, 1, 2, 3], [0, 1, 2, 3]]
-    check_groups([2, 3], stated, "group 2")  # raises nothing
+    check_group_ranks([2, 3], stated, "group 2")  # raises nothing
     assert count_in_norms([2, 3], stated) == [False, False]
     assert count_in_norms([0, 1], stated) == [True, False]
 
@@ -29,14 +29,14 @@ def test_a_group_counts_in_norms_on_its_first_rank_alone_also_across_pipeline_st
 )
 def test_groups_on_which_ranks_disagree_are_refused_with_their_ranks(stated: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_groups([0, 1, 2, 3], stated, "group 1")
+        check_group_ranks([0, 1, 2, 3], stated, "group 1")
 
 
 @pytest.mark.parametrize("experts", [1, 2, 4, 8])
 def test_each_of_any_number_of_experts_counts_once_in_norms(experts: int) -> None:
     ranks = list(range(8))
     stated = [[peer for peer in ranks if peer % experts == rank % experts] for rank in ranks]
-    check_groups(ranks, stated, "experts")
+    check_group_ranks(ranks, stated, "experts")
     assert sum(count_in_norms(ranks, stated)) == experts
     assert count_in_norms(ranks, stated)[:experts] == [True] * experts
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_zero.parallel.placement import CutSizes, holding_of, home_of, read_cuts, whole_of
+from ddp_zero.parallel.placement import CutSizes, home_of, local_parameter, read_cuts, whole_of
 from ddp_zero.values.chunks import Chunk
 
 
@@ -59,21 +59,21 @@ def test_cuts_of_other_types_are_refused(given: object) -> None:
 
 def test_a_plain_parameter_is_cut_where_the_user_says_so() -> None:
     param = torch.nn.Parameter(torch.zeros(2, 3))
-    one = holding_of(param, {"tensor": 1}, ["tensor", "expert"], "w")
+    one = local_parameter(param, {"tensor": 1}, ["tensor", "expert"], "w")
     assert (one.param, one.source, one.given) == (param, None, param)
     assert one.cut_over == {"tensor"}
-    assert one.along(["expert"]).cut_over == frozenset(), "along a dimension of one rank it is whole"
-    one.bring_gradient()
+    assert one.restricted_to(["expert"]).cut_over == frozenset(), "along a dimension of one rank it is whole"
+    one.fetch_gradient()
     assert param.grad is None
     with pytest.raises(ValueError, match=r"besides the data-parallel one, \['expert'\], got 'tensor'"):
-        holding_of(param, {"tensor": 1}, ["expert"], "w")
+        local_parameter(param, {"tensor": 1}, ["expert"], "w")
 
 
 def test_the_place_of_a_single_cut_is_known_where_the_user_states_it() -> None:
     param = torch.nn.Parameter(torch.zeros(2, 3))
 
     def cut(declared: dict[str, int | None]) -> tuple[str, int] | None:
-        return holding_of(param, declared, ["tensor", "context"], "w").single_cut()
+        return local_parameter(param, declared, ["tensor", "context"], "w").single_cut()
 
     assert cut({"tensor": 0}) == ("tensor", 0)
     assert cut({"context": -1}) == ("context", 1)

@@ -13,7 +13,7 @@ from ddp_zero.core.local.costs import has_known_cost
 from ddp_zero.core.local.inner import class_name, is_elementwise_class
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.parallel.whole import Cut, StateRoutes, mark, meeting_class, places_for
+from ddp_zero.parallel.whole import Cut, StateRoutes, gathering_class, number_of_part, places_for
 from tests.multiproc.cases import ToyLAMB
 from tests.unit.threads import Peer, on_threads
 
@@ -29,7 +29,7 @@ def test_options_that_a_step_changes_change_on_every_rank() -> None:
     def body(peer: Peer) -> Any:
         param = nn.Parameter(torch.ones(4, 2))
         cut = Cut(cast(Communicator, peer), 0, GroupRank(1), (12, 2), "parameter 0", (4, 4, 4))
-        made: Any = meeting_class(Counting, {mark(param): cut})
+        made: Any = gathering_class(Counting, {number_of_part(param): cut})
         opt = made([param])
         for _ in range(2):
             param.grad = torch.ones(4, 2)
@@ -40,11 +40,11 @@ def test_options_that_a_step_changes_change_on_every_rank() -> None:
 
 
 def test_the_class_keeps_its_name_and_cost() -> None:
-    made: Any = meeting_class(ToyLAMB, {})
+    made: Any = gathering_class(ToyLAMB, {})
     assert class_name(made([nn.Parameter(torch.ones(2))])) == class_name(ToyLAMB([nn.Parameter(torch.ones(2))]))
-    assert not is_elementwise_class(meeting_class(SGD, {}))
+    assert not is_elementwise_class(gathering_class(SGD, {}))
     if hasattr(torch.optim, "Muon"):
-        assert has_known_cost(meeting_class(torch.optim.Muon, {}))
+        assert has_known_cost(gathering_class(torch.optim.Muon, {}))
 
 
 @pytest.mark.parametrize(("data_ranks", "parts"), [(2, 2), (4, 2), (3, 4), (1, 8)])
