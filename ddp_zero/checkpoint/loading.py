@@ -23,7 +23,7 @@ from ddp_zero.parallel.names import rename_all
 from ddp_zero.parallel.placement import group_options, load_group, same_class
 from ddp_zero.parallel.whole_model import PartModel
 from ddp_zero.tools.files import showing
-from ddp_zero.values import Value, by_group, check_declared, fill, is_extra, own_state, restore
+from ddp_zero.values import Value, by_group, check_declared, fill, is_extra, restore, state_of_part
 
 
 class DoesNotFitError(ValueError):
@@ -95,7 +95,7 @@ class Restore:
             view.state.check_fits(self._state_dict(view.state, _as_meta))
 
     def _note(self, line: str, values: Iterable[tuple[Any, ...]]) -> None:
-        self.fit.notes += [line.format(*one) for one in values]
+        self.fit.notes += [line.format(*row) for row in values]
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         """Assign the model's values: tied values may be saved once; frozen parameters may have been left out."""
@@ -117,9 +117,9 @@ class Restore:
             elif values[name].shape is None:
                 self._extra_states[name] = entries[name]
             else:
-                self._values[name] = self._own_chunk(name, entries[name], entries[name])
+                self._values[name] = self._local_chunk(name, entries[name], entries[name])
 
-    def _own_chunk(self, name: str, whole: Any, value: Any) -> Any:
+    def _local_chunk(self, name: str, whole: Any, value: Any) -> Any:
         """This rank's chunk of a saved value, or of a state of the value's shape."""
         chunk = self._live.chunk(name)
         if chunk is None or not isinstance(value, StoredTensor) or not isinstance(whole, StoredTensor):
@@ -171,12 +171,12 @@ class Restore:
         """
         optimizer = self._optimizer
         places = [] if optimizer is None else optimizer.common_groups()
-        own = [self.fit.groups[place] for place in places]
-        every = [json.loads(text) for text in peers.all_gather_text(json.dumps(own))]
-        alike = [sources for sources in every if len(sources) == len(own)]
+        local_sources = [self.fit.groups[place] for place in places]
+        gathered = [json.loads(text) for text in peers.all_gather_text(json.dumps(local_sources))]
+        alike = [sources for sources in gathered if len(sources) == len(local_sources)]
         for number, place in enumerate(places):
             group = self._groups[place]
-            sources = {one[number] for one in alike} - {None}
+            sources = {sources[number] for sources in alike} - {None}
             if optimizer is None or group["params"] or len(sources) != 1:
                 continue
             source = sources.pop()
@@ -195,11 +195,11 @@ class Restore:
             param = table.params[index]
             whole = table.wholes.get(index)
             state = {}
-            for key, one in saved.get(name, {}).items() if name in fits else ():
+            for key, saved_value in saved.get(name, {}).items() if name in fits else ():
                 if whole is None or key == MASTER_KEY:  # masters are of parts even of a parameter that is stepped whole
-                    state[key] = self._own_chunk(name, entries.get(name), one)
-                elif whole.is_here:
-                    state[key] = one
+                    state[key] = self._local_chunk(name, entries.get(name), saved_value)
+                elif whole.steps_here:
+                    state[key] = saved_value
             value = self._values.get(name)
             master = state.pop(MASTER_KEY, None)
             has_master = isinstance(master, StoredTensor) and master.spec.shape == tuple(param.shape)
@@ -218,10 +218,10 @@ class Restore:
 
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
         states = dict[Any, Any]()
-        own = set(optimizer.own_indices())
-        for index in filter(own.__contains__, self._states):
+        loaded_here = set(optimizer.loaded_indices())
+        for index in filter(loaded_here.__contains__, self._states):
             # at once, so that one parameter alone is in memory whole
-            states[index] = own_state(
+            states[index] = state_of_part(
                 restore(fill(self._states[index], StoredTensor, fill_with)),
                 optimizer.table.params[index],
                 self._targets[index].part,
@@ -230,9 +230,9 @@ class Restore:
         for group in groups:
             group.update(restore(fill(group_options(group), StoredTensor, fill_with)))
         scale = self._saved.shared.loss_scale
-        rest = {} if scale is None else {"loss_scale": scale}
-        others = restore(fill(self._other_state, StoredTensor, fill_with))
-        return {"state": {**others, **states}, "param_groups": groups, **rest}
+        scale_entry = {} if scale is None else {"loss_scale": scale}
+        other_state = restore(fill(self._other_state, StoredTensor, fill_with))
+        return {"state": {**other_state, **states}, "param_groups": groups, **scale_entry}
 
     def verify(self, peers: Peers) -> None:
         """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
@@ -244,22 +244,26 @@ class Restore:
         labels = {f"{name!r} of the model": entry for name, entry in saved.model.items()}
         for name, state in saved.state.items():
             labels |= {f"state {key!r} of {name!r}": value for key, value in state.items()}
-        found = [(name, one) for name, one in labels.items() if isinstance(one, StoredTensor)]
-        name_of = {span: name for name, one in found for _, span in one.chunks}
+        named = [
+            (name, stored_tensor) for name, stored_tensor in labels.items() if isinstance(stored_tensor, StoredTensor)
+        ]
+        name_of = {span: name for name, stored_tensor in named for _, span in stored_tensor.chunks}
         rank = peers.group_rank
         verify(saved.folder, stored, name_of, share=slice(rank, None, peers.world_size), shows=rank == 0)
         check_declared([self._extra_states, self._states, self._other_state, self._groups])
         if self._optimizer is None:
             return
         # parameters equal their rounded masters, or the first step would undo the load
-        for index in self._optimizer.own_indices():
+        for index in self._optimizer.loaded_indices():
             param = self._optimizer.table.params[index]
             name = self._names[index]
             master = self._states.get(index, {}).get(MASTER_KEY)
             value = self._values.get(name)
             if master is None or value is None or master == value:
                 continue
-            rounded, as_saved = (self._read(one).to(param.dtype) for one in (master, value))  # as read later
+            rounded, as_saved = (
+                self._read(stored_tensor).to(param.dtype) for stored_tensor in (master, value)
+            )  # as read later
             if not rounds_to(rounded, as_saved):
                 raise ValueError(
                     f"Expected {name!r} to be its saved master weight rounded, got a different value. [ZERO-606]"
@@ -268,19 +272,19 @@ class Restore:
     def carry_out(self, shows: bool) -> None:
         """Read everything into place, a tensor at a time; user code runs first, since it may raise."""
         optimizer, folder = self._optimizer, self._saved.folder
-        kept = [] if optimizer is None else optimizer.own_indices()
-        states = {index: self._states[index] for index in kept if index in self._states}
+        loaded_here = [] if optimizer is None else optimizer.loaded_indices()
+        states = {index: self._states[index] for index in loaded_here if index in self._states}
         stored = stored_in([self._values, self._extra_states, states, self._groups, self._other_state])
         with showing(f"loading {folder.name}", total_bytes(stored), shows):
             self._live.load_extra(restore(fill(self._extra_states, StoredTensor, self._read)))
             # a state belongs to its value: if that is not loaded, both are kept
             present = {} if optimizer is None else optimizer.state()
-            gone = [index for index in kept if self._names[index] not in self._values and index in present]
-            self._states.update({index: present[index] for index in gone})
-            for name, one in self._values.items():
+            unloaded = [index for index in loaded_here if self._names[index] not in self._values and index in present]
+            self._states.update({index: present[index] for index in unloaded})
+            for name, stored_tensor in self._values.items():
                 target = self._live.tensor(name)
                 assert target is not None, "fits a tensor"
-                read_into(folder, one, target, self._checks)
+                read_into(folder, stored_tensor, target, self._checks)
             if optimizer is None:
                 return
             for index, state in self._states.items():

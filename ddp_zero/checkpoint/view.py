@@ -34,19 +34,19 @@ StateDict = dict[str, Any]
 
 
 class Holding(NamedTuple):
-    """A parameter, or a part of one, that a rank writes, with its state."""
+    """The elements of a parameter of which a rank writes value and state."""
 
-    part: Part  # of the parameter as this rank holds it
-    state: State | None  # with its master; tensors that belong to elements have those of ``part``
+    part: Part  # the elements, in the parameter as this rank holds it; None: all
+    state: State | None  # their state, the master included
     birth: tuple[int, int]  # order of creation of the state, comparable between ranks
 
 
 class Target(NamedTuple):
-    """The way in which a rank steps a parameter."""
+    """How a rank steps a parameter, and so what it loads."""
 
-    part: Part = None  # that it owns
-    has_master: bool = False  # True if its owner has a master of it
-    master: Tensor | None = None  # the live master of all of it, if this rank has one
+    part: Part = None  # the elements that the rank owns; None: all
+    has_master: bool = False  # True if the parameter's owner keeps a master
+    master: Tensor | None = None  # this rank's live master, if it is of the whole parameter
 
 
 class OptimizerState:
@@ -76,17 +76,17 @@ class OptimizerState:
             )
 
     def holdings(self, peers: Peers) -> dict[int, Holding]:
-        """The parameters and states that this rank writes: every element is in one rank's holdings."""
-        states, mine = self.state(), self.own_indices()
-        births = {index: (0, index) for index in mine}
+        """The elements of parameters that this rank writes, by index; every element is in the holdings of one rank."""
+        states, written_here = self.state(), self.loaded_indices()
+        births = {index: (0, index) for index in written_here}
         if self.inner is self.optimizer:
             owners = partition_greedy([param.nbytes for param in self.table.params], peers.world_size)
-            mine = [index for index, owner in enumerate(owners) if owner == peers.group_rank]
+            written_here = [index for index, owner in enumerate(owners) if owner == peers.group_rank]
             births |= {index: (0, place) for place, index in enumerate(states)}
-        return {index: Holding(None, states.get(index), births[index]) for index in mine}
+        return {index: Holding(None, states.get(index), births[index]) for index in written_here}
 
-    def own_indices(self) -> list[int]:
-        """Parameters whose state this rank loads, or a part of it."""
+    def loaded_indices(self) -> list[int]:
+        """Indices of the parameters of whose state this rank loads elements."""
         return sorted(self.table.index_of[param] for group in self.inner.param_groups for param in group["params"])
 
     def state(self) -> dict[int, State]:
@@ -122,7 +122,7 @@ class OptimizerState:
             rehearse_load(self.inner, state_dict)
 
     def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
-        """Drop this rank's states, and load a state dict with states of `own_indices`, whose tensors it keeps.
+        """Drop this rank's states, and load a state dict with states of `loaded_indices`, whose tensors it keeps.
 
         ``order``: parameters with a state on any rank, in the order of the unsharded optimizer.
         """
@@ -131,15 +131,15 @@ class OptimizerState:
 
 
 class _Member(NamedTuple):
-    """One of this library's optimizers, and the numbers of its parameters among all."""
+    """One of this library's sharded optimizers, as a member of the whole one."""
 
     optimizer: ZeroRedundancyOptimizer
     shard: Shard
     states: StateDicts
-    numbers: list[int]
+    numbers: list[int]  # for each of its parameters, the index among the parameters of all members
 
-    def shares(self) -> dict[int, Part]:
-        """This rank's share, among its replicas, of its parameters, and which part of each."""
+    def written_parts(self) -> dict[int, Part]:
+        """The elements of parameters that this rank writes, by index: its owned ones, spread over its replicas."""
         ranks = self.shard.ranks
         return dict([*self.shard.binding.owned_parts().items()][ranks.replica :: ranks.num_replicas])
 
@@ -153,19 +153,19 @@ class ShardedState(OptimizerState):
         if isinstance(optimizer, ParallelOptimizer):
             self.class_name = optimizer.class_name  # pipeline stages may have different ones
         self._members: list[_Member] = []
-        self._at: dict[int, tuple[Shard, int]] = {}
-        for one in members:
-            shard = shard_of(one)
-            own = shard.table
-            numbers = [self.table.index_of[param] for param in own.params]
-            self._members.append(_Member(one, shard, states_of(one), numbers))
-            self._at |= {number: (shard, index) for index, number in enumerate(numbers)}
-            self.table.wholes.update({numbers[index]: whole for index, whole in own.wholes.items()})
+        self._place_of: dict[int, tuple[Shard, int]] = {}  # the shard of each parameter, and its index there
+        for zero in members:
+            shard = shard_of(zero)
+            table = shard.table
+            numbers = [self.table.index_of[param] for param in table.params]
+            self._members.append(_Member(zero, shard, states_of(zero), numbers))
+            self._place_of |= {number: (shard, index) for index, number in enumerate(numbers)}
+            self.table.wholes.update({numbers[index]: whole for index, whole in table.wholes.items()})
 
     def check(self) -> None:
         """Check that no step is in progress or due."""
-        for one in self._members:
-            engine_of(one.optimizer).check_between_steps()
+        for member in self._members:
+            engine_of(member.optimizer).check_between_steps()
 
     def common_groups(self) -> list[int]:
         optimizer = self.optimizer
@@ -173,31 +173,37 @@ class ShardedState(OptimizerState):
 
     def writers(self) -> dict[int, int]:
         """The parameters of which this rank may write a share, with the first of the ranks that share their states."""
-        firsts = [(one, one.shard.everyone.global_rank(GroupRank(0))) for one in self._members]
-        return {one.numbers[index]: first for one, first in firsts for index in one.shares()}
+        firsts = [(member, member.shard.everyone.global_rank(GroupRank(0))) for member in self._members]
+        return {member.numbers[index]: first for member, first in firsts for index in member.written_parts()}
 
     def holdings(self, peers: Peers) -> dict[int, Holding]:
-        found = {}
-        for one in self._members:
-            states = one.states.owned_state()
-            shares = one.shares()
-            births = one.states.births_of(shares)
+        holdings = {}
+        for member in self._members:
+            states = member.states.owned_state()
+            shares = member.written_parts()
+            births = member.states.births_of(shares)
             for index, part in shares.items():
-                number = one.numbers[index]
+                number = member.numbers[index]
                 step, place = births[index]
                 birth = step, place if len(self._members) == 1 else number
-                found[number] = Holding(part, states.get(index), birth)
-        return found
+                holdings[number] = Holding(part, states.get(index), birth)
+        return holdings
 
-    def own_indices(self) -> list[int]:
+    def loaded_indices(self) -> list[int]:
         return sorted(numbers[i] for _, shard, _, numbers in self._members for i in shard.binding.owned())
 
     def state(self) -> dict[int, State]:
-        return {one.numbers[i]: state for one in self._members for i, state in one.states.owned_state().items()}
+        return {
+            member.numbers[i]: state for member in self._members for i, state in member.states.owned_state().items()
+        }
 
     def target(self, index: int) -> Target:
-        shard, own = self._at[index]
-        return Target(shard.targets.part(own), shard.masters.needs_master(own), shard.targets.whole_master(own))
+        shard, index_in_member = self._place_of[index]
+        return Target(
+            shard.targets.part(index_in_member),
+            shard.masters.needs_master(index_in_member),
+            shard.targets.whole_master(index_in_member),
+        )
 
     def device(self) -> torch.device:
         """The parameters' device, or the host if they are stepped there."""
@@ -209,17 +215,17 @@ class ShardedState(OptimizerState):
         return self._members[0].states.loss_scale_state()
 
     def check_fits(self, state_dict: StateDict) -> None:
-        for one, part in zip(self._members, self._split(state_dict), strict=True):
-            one.states.check_fits(part)
+        for member, part in zip(self._members, self._split(state_dict), strict=True):
+            member.states.check_fits(part)
 
     def load(self, read: Callable[[], StateDict], order: Sequence[int]) -> None:
         for _, shard, _, _ in self._members:
             shard.drop_state()
         parts = self._split(read())
         self.optimizer.reset()  # drops the current iteration, if any
-        for one, part in zip(self._members, parts, strict=True):
-            mine = [own for shard, own in map(self._at.__getitem__, order) if shard is one.shard]
-            one.states.load_owned(one.optimizer, part, mine)
+        for member, part in zip(self._members, parts, strict=True):
+            indices = [index for shard, index in map(self._place_of.__getitem__, order) if shard is member.shard]
+            member.states.load_owned(member.optimizer, part, indices)
 
     def _split(self, state_dict: StateDict) -> list[StateDict]:
         is_one = isinstance(self.optimizer, ZeroRedundancyOptimizer)
@@ -236,22 +242,26 @@ def members_of(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer for its class."""
-    found = unwrap(optimizer)
-    if isinstance(found, ZeroRedundancyOptimizer | ParallelOptimizer):
-        return ShardedState(found)
+    inner = unwrap(optimizer)
+    if isinstance(inner, ZeroRedundancyOptimizer | ParallelOptimizer):
+        return ShardedState(inner)
     torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
-    is_torchs = torchs is not None and isinstance(found, torchs.ZeroRedundancyOptimizer)
-    return OptimizerState(found, found.optim if is_torchs else found)
+    is_torchs = torchs is not None and isinstance(inner, torchs.ZeroRedundancyOptimizer)
+    return OptimizerState(inner, inner.optim if is_torchs else inner)
 
 
 def unwrap(optimizer: Any) -> Any:
     """The optimizer inside wrappers, such as Accelerate's, that hold it as ``.optimizer`` and have no own state."""
     while True:
-        own = getattr(optimizer, "__dict__", {})
+        attributes = getattr(optimizer, "__dict__", {})
         # its own one, not an attribute that it merely forwards of the wrapped object
-        inner = optimizer.optimizer if "optimizer" in own or hasattr(type(optimizer), "optimizer") else None
+        inner = optimizer.optimizer if "optimizer" in attributes or hasattr(type(optimizer), "optimizer") else None
         is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
-        if not isinstance(inner, Optimizer) or is_sharded or ("state" in own and own["state"] is not inner.state):
+        if (
+            not isinstance(inner, Optimizer)
+            or is_sharded
+            or ("state" in attributes and attributes["state"] is not inner.state)
+        ):
             return optimizer
         optimizer = inner
 
@@ -281,7 +291,7 @@ class View:
         names = state.table.names_in(part)
         wholes = state.table.wholes
         writers = state.writers()
-        hosted = {names[index] for index in writers if index in wholes and wholes[index].is_here}
+        hosted = {names[index] for index in writers if index in wholes and wholes[index].steps_here}
         rank_values = part.rank_values({names[index]: first for index, first in writers.items()}, hosted)
         return cls(model, part, state, names, rank_values)
 
@@ -305,8 +315,8 @@ class View:
         """
         if self.rank_values is None:
             return None
-        every = [RankValues.of_text(text) for text in peers.all_gather_text(self.rank_values.as_text())]
-        return Layout(every, lambda rank: peers.name(GroupRank(rank)))
+        values_of_rank = [RankValues.of_text(text) for text in peers.all_gather_text(self.rank_values.as_text())]
+        return Layout(values_of_rank, lambda rank: peers.name(GroupRank(rank)))
 
 
 def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
@@ -314,9 +324,11 @@ def _samples_of_ignored(model: nn.Module, live: LiveModel) -> list[str]:
     models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced: set[int] = set()
     for ddp in models:  # all that DDP reduces, and perhaps some that are frozen
-        found = [one for _, one in reduced_parameters(ddp)] if ddp.parameters_to_ignore else ddp.module.parameters()
-        reduced |= set(map(id, found))
-    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
+        params = (
+            [param for _, param in reduced_parameters(ddp)] if ddp.parameters_to_ignore else ddp.module.parameters()
+        )
+        reduced |= set(map(id, params))
+    ignored = [param for param in live.tensors.values() if param.requires_grad and id(param) not in reduced]
     return sample_values(ignored) if models else []
 
 

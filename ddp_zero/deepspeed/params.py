@@ -44,12 +44,12 @@ class _Place:
     def master(self) -> Tensor | None:
         return self.shard.masters.get(self.index)
 
-    def own_part(self, value: Tensor) -> Tensor:
-        return self.shard.targets.own_part(self.index, value)
+    def owned_elements(self, value: Tensor) -> Tensor:
+        return self.shard.targets.owned_elements(self.index, value)
 
-    def own_gradient(self) -> Tensor | None:
+    def owned_gradient(self) -> Tensor | None:
         """The averaged gradient of this rank's part; None if there is none here."""
-        return self.shard.targets.own_gradient(self.index) if self.is_owned else None
+        return self.shard.targets.owned_gradient(self.index) if self.is_owned else None
 
     def states(self) -> dict[str, Any]:
         inner = self.optimizer.optim
@@ -100,7 +100,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         shard.snapshot = None
         param.copy_(value)
         if place.master is not None:
-            place.master.copy_(place.own_part(value))
+            place.master.copy_(place.owned_elements(value))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -180,7 +180,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
             "first step. [ZERO-713]"
         )
     if isinstance(held, Tensor):
-        value = place.own_part(value) if value.shape == param.shape else value
+        value = place.owned_elements(value) if value.shape == param.shape else value
         if value.numel() != 1:
             _check_shape(held, value, "it in the parameter's shape, or a scalar")
     with torch.no_grad(), shard.changing_state():
@@ -251,7 +251,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     Raises:
         ValueError: for a parameter in no sharded optimizer.
     """
-    own = _require_place(param).own_gradient()
+    own = _require_place(param).owned_gradient()
     return None if own is None else own.detach().clone()
 
 
@@ -269,7 +269,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         ValueError: if this rank has no such gradient, or for another shape.
     """
     place = _require_place(param)
-    _check_held(place.own_gradient(), value)
+    _check_held(place.owned_gradient(), value)
     place.gradients.edit_own_part(param, value)
 
 
@@ -367,7 +367,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
     comm = shard.comm
     pieces = shard.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
-    kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
+    kind = _kind(place.owned_elements(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
     kinds, codes = zip(*comm.all_gather_ints([kind, code]), strict=True)
     first = pieces[0].owner
@@ -386,7 +386,7 @@ def _gather(place: _Place, held: Any) -> Tensor | None:
         return number.reshape(()).clone()
     whole = torch.empty_like(param, dtype=dtype)
     if mine is not None:
-        place.own_part(whole).copy_(mine)
+        place.owned_elements(whole).copy_(mine)
     shard.broadcast_from_owner(index, whole)
     return whole
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm import Agreement, Communicator, difference_in_options
-from ddp_zero.core.local import CLASS_KEY, ParamGroup, digest_of, parameters_of, sample_values, written
+from ddp_zero.core.local import CLASS_KEY, ParamGroup, comparable_text, digest_of, parameters_of, sample_values
 from ddp_zero.core.plan import GroupRank
 from ddp_zero.optimizer import shard_of
 from ddp_zero.parallel.members import Axes, Member, SharedGroups
@@ -41,7 +41,8 @@ class _PlacedOptions(NamedTuple):
 def arguments_of(optimizer_class: object, options: Mapping[str, Any]) -> dict[str, object]:
     """The class and all options of the constructor, for `agree_across`."""
     texts = {
-        f"argument {name}=": str(value) if name in _DECIDING else written(value) for name, value in options.items()
+        f"argument {name}=": str(value) if name in _DECIDING else comparable_text(value)
+        for name, value in options.items()
     }
     return {"optimizer class": _name(optimizer_class), **texts}
 
@@ -57,7 +58,7 @@ def declare_groups(
 ) -> None:
     """Declare what must be equal of these groups on the ranks along each axis: number, classes, options, parameters.
 
-    ``agreements`` has one per axis, that of the data-parallel ranks first. ``first`` is the position of the first of
+    ``agreements`` has an agreement per axis, the data-parallel one first. ``first`` is the position of the first of
     these groups among all groups; above 0 they are being added, on all ranks of the mesh.
     """
     names = {id(param): name.removeprefix("module.") for name, param in model.named_parameters()}

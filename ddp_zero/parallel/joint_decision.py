@@ -52,7 +52,7 @@ class HeldErrors:
                 self._error = error
 
     def take(self) -> Exception | None:
-        """Return the error and forget it."""
+        """Return the first error that was held back, or None, and forget it."""
         error, self._error = self._error, None
         return error
 
@@ -64,7 +64,7 @@ class HeldErrors:
 
 
 class ComparedNumbers(Protocol):
-    """Numbers that ranks compare along a level."""
+    """Numbers, such as digests of options, that ranks of a level compare with each other."""
 
     def numbers(self, comm: Communicator) -> list[float]:
         """Numbers that are the same on all ranks of the level, or 0 on those that have nothing to compare."""
@@ -214,7 +214,7 @@ class GlobalErrorCheck:
         gathered = torch.stack(comm.all_gather_tensor(first))
         subjects = gathered[:, 0].tolist()
         if any(other_subject != subject for other_subject in subjects) or subject == _FAILED:
-            self._told = 1 + next(place for place, other_subject in enumerate(self._comms) if other_subject is comm)
+            self._told = 1 + next(place for place, level_comm in enumerate(self._comms) if level_comm is comm)
         if _FAILED in subjects:
             # all ranks of the level have seen `_FAILED`, so all take part
             for text in comm.all_gather_text(json.dumps(self._known)):

@@ -212,7 +212,7 @@ class SharedGroups:
     """Parameter groups that the same ranks hold, and that one DDP model reduces, if any does."""
 
     group: ProcessGroup | None  # their ranks; None for all data-parallel ranks
-    shard_group: ProcessGroup | None  # those of them that share one copy of the state; None: all
+    shard_group: ProcessGroup | None  # the ranks among them that share one copy of the state; None: all
     # the DDP model that reduces their gradients; None if they are averaged in ``opt.step()``
     ddp: DistributedDataParallel | None
     positions: Sequence[int]  # of the groups among all groups
@@ -277,7 +277,7 @@ class SharedGroups:
         """Find the parameters whose parts are gathered for their step, and assign a host and an owner to each.
 
         A collective if there are any, or were before. ``extended`` is the member to which these groups are added, if
-        any; NotImplementedError if its gathered parts all have one size and those of these groups do not.
+        any; NotImplementedError if its gathered parts all have one size and parts of these groups do not.
         """
         split_params = self.find_split_parameters(optimizer_class)
         shared = self if extended is None else extended.shared.extended_by(self)
@@ -630,7 +630,7 @@ def share_groups(
     these groups among all.
 
     Raises:
-        TypeError: for a ``process_group`` or ``effective_shard_group`` of the wrong type; see also `local_parameter`.
+        TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `local_parameter`.
         ValueError: if several DDP models reduce a group's parameters, or groups of one process group have different
             ``shard_group``s.
     """

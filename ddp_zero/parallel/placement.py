@@ -392,25 +392,25 @@ def pack(
 ) -> dict[str, Any]:
     """See `ParallelOptimizer.sharded_state_dict`."""
     part = holdings.part_of(model)
-    packed_all = dict[str, Any]()
+    flat_state_dict = dict[str, Any]()
     for member in members:
-        packed = states_of(member).sharded_state_dict(part, init_missing)
+        member_dict = states_of(member).sharded_state_dict(part, init_missing)
         table = shard_of(member).table
         index_of = {name: index for index, name in enumerate(table.names_in(part))}
-        for name, state in packed.pop(_STATE).items():
+        for name, state in member_dict.pop(_STATE).items():
             if name not in index_of:
-                packed_all[f"{_REST}.{name}"] = state  # belongs to no parameter
+                flat_state_dict[f"{_REST}.{name}"] = state  # belongs to no parameter
                 continue
             index = index_of[name]
             for key, value in state.items():
                 is_of_part = index not in table.wholes or key == MASTER_KEY
-                own = holdings.as_distributed(table.params[index], value) if is_of_part else value
-                packed_all[f"{_STATE}.{name}.{key}"] = own
-        for group in packed.pop(_GROUPS):
+                saved_value = holdings.as_distributed(table.params[index], value) if is_of_part else value
+                flat_state_dict[f"{_STATE}.{name}.{key}"] = saved_value
+        for group in member_dict.pop(_GROUPS):
             for name in group.pop("params"):
-                packed_all.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})
-        packed_all.update({f"{_REST}.{key}": value for key, value in packed.items()})
-    return packed_all
+                flat_state_dict.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})
+        flat_state_dict.update({f"{_REST}.{key}": value for key, value in member_dict.items()})
+    return flat_state_dict
 
 
 def unpack(

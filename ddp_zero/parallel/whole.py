@@ -270,7 +270,7 @@ class _Gathering:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Send parts of parameters and gradients to their hosts, and join those of ``hosted``. A collective.
+        """Send parts of parameters and gradients to their hosts, and fill ``hosted``. A collective.
 
         Parameters without a gradient are left out. Raises RuntimeError if ranks have gradients of different parts.
         """

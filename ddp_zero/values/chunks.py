@@ -36,7 +36,7 @@ class Chunk:
     def is_within(self, shape: Sequence[int]) -> bool:
         if len(shape) != len(self.sizes):
             return False
-        return all(0 <= one.start and one.stop <= size for one, size in zip(self.slices, shape, strict=True))
+        return all(0 <= along.start and along.stop <= size for along, size in zip(self.slices, shape, strict=True))
 
     def seen_from(self, origin: Sequence[int]) -> "Chunk":
         """The same elements with offsets relative to ``origin``."""
@@ -47,20 +47,20 @@ class Chunk:
 
     def describe(self) -> str:
         """The chunk as text, such as ``[0:4, 2:8]``."""
-        return f"[{', '.join(f'{one.start}:{one.stop}' for one in self.slices)}]"
+        return f"[{', '.join(f'{along.start}:{along.stop}' for along in self.slices)}]"
 
     @staticmethod
     def fault(shape: Sequence[int], chunks: "Sequence[Chunk]") -> str | None:
         """Describe why distinct chunks do not tile a tensor of this shape exactly once; None if they do."""
-        every = Chunk.whole(shape)
+        whole = Chunk.whole(shape)
         for chunk in chunks:
             if not chunk.is_within(shape):
                 return f"elements {chunk.describe()}, which it does not have"
-        for one, other in combinations(chunks, 2):
-            if one.overlap(other) is not None:
-                return f"elements {one.describe()} and {other.describe()}, which overlap"
-        found = sum(chunk.numel for chunk in chunks)
-        return None if found == every.numel else f"{found} of {every.numel} elements"
+        for chunk_a, chunk_b in combinations(chunks, 2):
+            if chunk_a.overlap(chunk_b) is not None:
+                return f"elements {chunk_a.describe()} and {chunk_b.describe()}, which overlap"
+        numel = sum(chunk.numel for chunk in chunks)
+        return None if numel == whole.numel else f"{numel} of {whole.numel} elements"
 
     @staticmethod
     def of_run(shape: Sequence[int], start: int, stop: int) -> "Iterator[Chunk]":

@@ -109,18 +109,18 @@ def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
 
 def the_ddp_model_in(model: object) -> DistributedDataParallel:
     """The one DDP model that a module is or holds, within any wrappers; TypeError for none, ValueError for several."""
-    found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
-    if not found:
+    models = ddp_models_in(model) if isinstance(model, nn.Module) else {}
+    if not models:
         raise TypeError(
             f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
             "the model first: DistributedDataParallel(model). [ZERO-201]"
         )
-    if len(found) > 1:
+    if len(models) > 1:
         raise ValueError(
-            f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
-            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them. [ZERO-202]"
+            f"Expected a module that holds one DistributedDataParallel model, got {len(models)}: "
+            f"{', '.join(map(repr, models))}. Shard an optimizer for each of them. [ZERO-202]"
         )
-    return next(iter(found.values()))
+    return next(iter(models.values()))
 
 
 def by_group(names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:

@@ -31,17 +31,20 @@ def part_of(value: Tensor, param: Tensor, part: Part) -> Tensor:
     return run_of(value.detach())[part]
 
 
-def boxes_of(run: Tensor, held: Tensor, part: Part) -> Iterator[tuple[Chunk, Tensor]]:
-    """The chunks of a tensor that a part of it makes up, each with its view of the part's elements."""
+def boxes_of(run: Tensor, tensor: Tensor, part: Part) -> Iterator[tuple[Chunk, Tensor]]:
+    """The boxes of ``tensor`` that make up its part ``part``, each with its elements, a view of ``run``.
+
+    ``run`` has the part's elements, 1-D in the order of the tensor's memory; or all, for a part of None.
+    """
     if part is None:
-        yield Chunk.whole(held.shape), run
+        yield Chunk.whole(tensor.shape), run
         return
-    dims = sorted(range(held.dim()), key=held.stride, reverse=True)
-    back = [dims.index(dim) for dim in range(held.dim())]
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    original_order = [dims.index(dim) for dim in range(tensor.dim())]
     begin = 0
-    for chunk in Chunk.of_run([held.shape[dim] for dim in dims], part.start, part.stop):
-        offsets, sizes = (tuple(one[place] for place in back) for one in (chunk.offsets, chunk.sizes))
-        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(back)
+    for chunk in Chunk.of_run([tensor.shape[dim] for dim in dims], part.start, part.stop):
+        offsets, sizes = (tuple(per_dim[place] for place in original_order) for per_dim in (chunk.offsets, chunk.sizes))
+        yield Chunk(offsets, sizes), run[begin : begin + chunk.numel].reshape(chunk.sizes).permute(original_order)
         begin += chunk.numel
 
 
@@ -60,14 +63,14 @@ def check_can_be_cut(param: Tensor, label: str) -> None:
 
 
 def narrow_state(state: Any, param: Tensor, have: Part, want: Part) -> Any:
-    """The state of the part ``want`` of a parameter, from that of ``have``; tensors are views where possible."""
+    """The state of a part ``want`` of a parameter, from the state of a part ``have`` that has it; views if possible."""
     if want is None:
         return state
     return {key: narrow_value(value, param, have, want) for key, value in state.items()}
 
 
-def own_state(whole: Mapping[str, Any], param: Tensor, part: Part) -> Mapping[str, Any]:
-    """The state of a part of a parameter, copied from the state of the whole; if it is all, that state itself."""
+def state_of_part(whole: Mapping[str, Any], param: Tensor, part: Part) -> Mapping[str, Any]:
+    """The state of a part of a parameter, its tensors copied from ``whole``; for all elements ``whole`` itself."""
     if part is None:
         return whole
     return {
@@ -77,6 +80,7 @@ def own_state(whole: Mapping[str, Any], param: Tensor, part: Part) -> Mapping[st
 
 
 def narrow_value(value: Any, param: Tensor, have: Part, want: Part) -> Any:
+    """As `narrow_state`, for one value of a state; a value that is not per element is returned as it is."""
     if want is None or not _is_per_element(value, param, have):
         return value
     return part_of(value, param, want) if have is None else value[want.start - have.start : want.stop - have.start]
@@ -89,22 +93,22 @@ def join_parts(parts: Sequence[tuple[Part, Any]], param: Tensor, want: Part) -> 
     """
     if parts[0][0] == want:
         return parts[0][1]
-    runs = sorted(((part, state) for part, state in parts if part is not None), key=lambda run: run[0].start)
-    states = [state for _, state in runs]
-    for (part, state), first in zip(runs, states[:1] * len(runs), strict=True):
+    ordered = sorted(((part, state) for part, state in parts if part is not None), key=lambda run: run[0].start)
+    states = [state for _, state in ordered]
+    for (part, state), first in zip(ordered, states[:1] * len(ordered), strict=True):
         assert state.keys() == first.keys(), f"{list(first)}, but {list(state)} from element {part.start} on"
-    found = {}
+    joined = {}
     for key, value in states[0].items():
-        if _is_per_element(value, param, runs[0][0]):
+        if _is_per_element(value, param, ordered[0][0]):
             run = torch.cat([state[key] for state in states]) if len(states) > 1 else value
             value = run if want is not None else whole_of(run.contiguous(), param)
-        found[key] = value
-    return found
+        joined[key] = value
+    return joined
 
 
-def join_states(found: Mapping[int, Sequence[tuple[Part, Any]]], params: Sequence[Tensor]) -> dict[int, Any]:
-    """The states of whole parameters, by index, from those of the parts of each."""
-    return {index: join_parts(parts, params[index], None) for index, parts in found.items()}
+def join_states(parts_of_index: Mapping[int, Sequence[tuple[Part, Any]]], params: Sequence[Tensor]) -> dict[int, Any]:
+    """Join the states of parts of parameters to states of whole parameters; both by index."""
+    return {index: join_parts(parts, params[index], None) for index, parts in parts_of_index.items()}
 
 
 def _is_per_element(value: Any, param: Tensor, part: Part) -> bool:

@@ -265,11 +265,11 @@ class AbsentGradient(Tensor):
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
         absent = list(among(AbsentGradient, [args, kwargs]))
-        for unknown in (one for one in absent if not one.zeroed):
+        for unknown in (grad for grad in absent if not grad.zeroed):
             is_target = next(among(AbsentGradient, args[:1]), None) is not None
             unknown.refuse(_advice(func.__name__, is_target))
-        for one in absent:
-            one.become_zeros()
+        for grad in absent:
+            grad.become_zeros()
         return func(*args, **(kwargs or {}))
 
     def set_to_zero(self) -> "AbsentGradient":
@@ -301,17 +301,17 @@ class AbsentGradient(Tensor):
         RuntimeError for a memory format, if this rank has a part: its elements would have a different order.
         """
         formats = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.memory_format)]
-        if self.part is not None and any(one is not torch.preserve_format for one in formats):
+        if self.part is not None and any(memory_format is not torch.preserve_format for memory_format in formats):
             self.refuse()
         args = [arg for arg in args if not isinstance(arg, torch.memory_format)]
         kwargs = {name: arg for name, arg in kwargs.items() if name != "memory_format"}
         with torch._C.DisableTorchFunctionSubclass():
             element = self.as_strided((), ())
-            found = func(element, *args, **kwargs)
+            moved_element = func(element, *args, **kwargs)
             part = None if self.part is None else func(self.part, *args, **kwargs)
-            if found is element or not isinstance(found, Tensor):
-                return self if found is element else found  # ``type()`` is a name
-            moved = _absent_of(found, self.shape)
+            if moved_element is element or not isinstance(moved_element, Tensor):
+                return self if moved_element is element else moved_element  # ``type()`` is a name
+            moved = _absent_of(moved_element, self.shape)
         moved.consumed, moved.zeroed, moved.found_inf = self.consumed, self.zeroed, self.found_inf
         moved.part, moved._reason = part, self._reason
         return moved

@@ -207,7 +207,7 @@ def check_declared(tree: Tree) -> None:
     """Check that `restore` knows the classes of all objects, whatever is in the places of tensors; TypeError if not."""
     if isinstance(tree, Mapping):
         if _CLASS in tree:
-            _declared_as(tree[_CLASS])
+            _declared_as(tree[_CLASS])  # raises for an unknown name
         tree = list(tree.values())
     if type(tree) in (list, tuple):
         for value in tree:

@@ -210,7 +210,7 @@ class WholeGradients(Gradients):
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of ``param.grad``, after backward."""
         grad = self._shard.table.params[index].grad
-        return None if grad is None else self._shard.targets.own_part(index, grad)
+        return None if grad is None else self._shard.targets.owned_elements(index, grad)
 
     @property
     def wholes(self) -> GradientSource | None:
@@ -237,4 +237,4 @@ def owned_alias(shard: Shard, index: int) -> Tensor | None:
     """The owned elements of a gradient that every rank has, with a version counter of their own; see `OwnedEdits`."""
     shard.targets.lay_out_gradient(index)
     grad = shard.table.params[index].grad
-    return None if grad is None else shard.targets.own_part(index, grad.data)
+    return None if grad is None else shard.targets.owned_elements(index, grad.data)

@@ -170,7 +170,7 @@ class PartitionedGradients(Gradients):
 
     def gradient(self, index: int) -> Tensor | None:
         """The owned elements of the gradient shown in ``param.grad``; RuntimeError if a step has used them up."""
-        held = self._shard.targets.own_gradient(index, revives=True)
+        held = self._shard.targets.owned_gradient(index, revives=True)
         grad = self._shard.table.params[index].grad
         if held is None and isinstance(grad, AbsentGradient):
             grad.refuse()
@@ -196,7 +196,7 @@ class PartitionedGradients(Gradients):
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self._shard.targets.own_gradient(index, revives=True)
+        grad = self._shard.targets.owned_gradient(index, revives=True)
         return None if grad is None else self._visible.sums.of(grad)
 
     def editable(self, index: int) -> Tensor | None:

@@ -185,7 +185,7 @@ class VisibleGradients:
 
     def editable(self, index: int) -> Tensor | None:
         """The tensor that the step uses of an owned gradient, for users to change in place; None if there is none."""
-        held = self._shard.targets.own_gradient(index, revives=True)
+        held = self._shard.targets.owned_gradient(index, revives=True)
         total = None if held is None else self.editable_sum(index, held)
         return held if total is None else total
 
@@ -382,7 +382,7 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
     comm = shard.comm
     pieces = shard.binding.pieces[index]
     grad = param.grad
-    held = shard.targets.own_gradient(index, revives=True)
+    held = shard.targets.owned_gradient(index, revives=True)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():
@@ -395,7 +395,7 @@ def gather_gradient(shard: Shard, index: int) -> Tensor | None:
         )
     full = torch.empty_like(param)
     if held is not None:
-        shard.targets.own_part(index, full).copy_(held.detach())
+        shard.targets.owned_elements(index, full).copy_(held.detach())
     shard.broadcast_from_owner(index, full)
     return full
 
@@ -412,7 +412,7 @@ class SummedBucket(BucketGradients):
         self.on_stream, self.waiting = bucket.on_stream, bucket.waiting
         self._bucket = bucket
         self._carried = carried
-        self._params, self._own = shard.table.params, shard.targets.own_part
+        self._params, self._own = shard.table.params, shard.targets.owned_elements
 
     def wait(self) -> None:
         self._bucket.wait()
@@ -557,7 +557,7 @@ class SummedGradients(WholeGradients):
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """This rank's part of the sum before it was rounded; None if it was not."""
         total = self.wholes.in_accumulation_dtype(index)
-        return None if total is None else self._shard.targets.own_part(index, total)
+        return None if total is None else self._shard.targets.owned_elements(index, total)
 
     @property
     def wholes(self) -> GradientSource:
@@ -572,7 +572,7 @@ class SummedGradients(WholeGradients):
         """The sum, where the step uses that, or the content of ``param.grad``."""
         grad = self._shard.table.params[index].grad
         total = None if grad is None else self._visible.editable_sum(index, grad)
-        return super().editable(index) if total is None else self._shard.targets.own_part(index, total)
+        return super().editable(index) if total is None else self._shard.targets.owned_elements(index, total)
 
     def reset(self) -> None:
         self._leave()

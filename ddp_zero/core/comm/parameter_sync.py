@@ -20,7 +20,7 @@ from ddp_zero.core.comm.exchange import InFlight
 from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.comm.script_end import script_has_failed
-from ddp_zero.core.local.given_options import GivenOptions
+from ddp_zero.core.local.loop_options import LoopOptions
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
@@ -325,7 +325,7 @@ class ParameterSync:
         is_limited = sync.makes_copies and not self._may_outlast
         return partial(self._send_copy, sync) if is_limited else sync.start
 
-    def end_step(self, options: GivenOptions | None = None) -> None:
+    def end_step(self, options: LoopOptions | None = None) -> None:
         """End the step: wait for all syncs in flight, or hand them to `pending_syncs` if they may outlast the step.
 
         For ``options`` see `StepErrors.share`. Raises RuntimeError if a peer failed or the group's time-out passed.

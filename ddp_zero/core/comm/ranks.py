@@ -36,7 +36,7 @@ from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.missing import forget_failures
 from ddp_zero.core.comm.ring import BackgroundJob, RingWorker
 from ddp_zero.core.local.arguments import check_group, is_process_group
-from ddp_zero.core.local.given_options import GivenOptions, OptionsSummary, written_options
+from ddp_zero.core.local.loop_options import LoopOptions, OptionsSummary, comparable_options
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.replicas import ShardGroups
@@ -63,9 +63,9 @@ class Agreement:
     def declare_options(self, group: Mapping[str, Any], known: Collection[str], place: str) -> None:
         """Add the options of a parameter group, whose name in messages is ``place``.
 
-        ``known`` are the options of the class that steps the group; see `given_options.counts` for other options.
+        ``known`` are the options of the class that steps the group; see `loop_options.must_be_equal` for other options.
         """
-        for name, value in written_options(group, known).items():
+        for name, value in comparable_options(group, known).items():
             self.declare(f"{name!r} of {place}", value)
 
     def declare_parameters(self, table: ParameterTable) -> None:
@@ -178,7 +178,7 @@ class _Outcomes:
     own_block: Tensor
     blocks: dict[GroupRank, Tensor]
     local_error: Exception | None = None
-    options: GivenOptions | None = None
+    options: LoopOptions | None = None
     stated: OptionsSummary = field(default_factory=OptionsSummary)
 
 
@@ -216,7 +216,7 @@ class StepErrors:
         self.has_local_error = self._is_shared
         return self._is_shared
 
-    def share(self, options: GivenOptions | None = None) -> None:
+    def share(self, options: LoopOptions | None = None) -> None:
         """Once every bucket was sent: send each peer the outcome of the step. A collective; waits for no message."""
         if not self._is_shared:
             return
@@ -301,7 +301,7 @@ def difference_in_options(group: int, option: str, here: tuple[str | None, str],
 def encode(stated: OptionsSummary, error: str) -> Tensor:
     """Write a block: a summary's digest, then the text of an error or else of the summary; then zeros."""
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    text = truncated(error or stated.shown, BLOCK_BYTES - _DIGEST_BYTES - 1)
+    text = truncated(error or stated.excerpt, BLOCK_BYTES - _DIGEST_BYTES - 1)
     raw = bytearray(stated.digest.to_bytes(_DIGEST_BYTES, "little") + bytes([bool(error)]) + text)
     block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
     return block

@@ -257,7 +257,7 @@ class Engine:
     def _step_context(self, scaler_state: AmpState | None, borrowed: GradientSource | None = None) -> StepContext:
         attachment, hook = self.attachment, self.attachment.hook
         if hook is None:
-            source = borrowed or self.shard.targets.own_elements(PublishedGradients(self.shard.table.params))
+            source = borrowed or self.shard.targets.narrowed_source(PublishedGradients(self.shard.table.params))
             return StepContext(StepRegime.STANDALONE, source, amp=scaler_state, may_have_joined=attachment.joins)
         waits = attachment.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients

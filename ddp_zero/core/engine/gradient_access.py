@@ -68,7 +68,7 @@ class GradientAccess:
         self.defer_steps()
         self._sync_exact_sums()
         edits = self._owned_edits
-        edits.check_alike(shard.table, "opt.clip_grad_norm_()")
+        edits.check_not_edited(shard.table, "opt.clip_grad_norm_()")
         is_edited = edits.check_intact(shard.table)
 
         def check(total: Tensor) -> None:
@@ -152,17 +152,17 @@ class GradientAccess:
                 "opt.param_groups. [ZERO-119]"
             )
         edits = self._owned_edits
-        edits.check_alike(shard.table, "opt.full_grad()")
+        edits.check_not_edited(shard.table, "opt.full_grad()")
         self.check_averaged()
         self._sync_exact_sums()
-        if self._are_on_owners or edits.are_made:
+        if self._are_on_owners or edits.has_aliases:
             return gather_gradient(shard, index)
         return None if param.grad is None else param.grad.detach().clone()
 
     def gather_grad(self, param: Tensor) -> Tensor | None:
         """As `full_grad`, also after `edit_own_part`. A collective in every stage."""
         shard, edits = self._shard, self._owned_edits
-        flags = shard.comm.all_gather_ints([int(edits.has_part(param))])
+        flags = shard.comm.all_gather_ints([int(edits.has_edited(param))])
         if not any(flag for (flag,) in flags):
             return self.full_grad(param)
         self.check_averaged()
@@ -174,9 +174,9 @@ class GradientAccess:
         self.defer_steps()
         shard, grad = self._shard, param.grad
         held = None if grad is None else on_this_rank(grad)
-        with self._owned_edits.editing(shard.table, param, alike=True):
+        with self._owned_edits.editing(shard.table, param, on_all_ranks=True):
             if held is not None:
-                held.copy_(value if held is grad else shard.targets.own_part(shard.table.index_of[param], value))
+                held.copy_(value if held is grad else shard.targets.owned_elements(shard.table.index_of[param], value))
 
     @torch.no_grad()
     def edit_own_part(self, param: Tensor, value: Tensor) -> None:
@@ -185,9 +185,9 @@ class GradientAccess:
         shard = self._shard
         index = shard.table.index_of[param]
         knows_all = self._are_on_owners or shard.comm.world_size == 1
-        with self._owned_edits.editing(shard.table, param, alike=knows_all):
+        with self._owned_edits.editing(shard.table, param, on_all_ranks=knows_all):
             shard.targets.lay_out_gradient(index)
-            held = shard.targets.own_gradient(index)
+            held = shard.targets.owned_gradient(index)
             assert held is not None, "checked by the caller"
             held.copy_(value)
 

@@ -27,8 +27,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.arguments import CannotBeShardedError, check_class
-from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.instances import Instance
+from ddp_zero.core.local.loop_options import LoopOptions
 from ddp_zero.core.local.mixed import CLASS_KEY, MixedOptimizer, Mixture, StepsWithPeers, class_for
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.step_hooks import is_wrapped_by_torch, local_step
@@ -207,7 +207,7 @@ class LocalStep:
         self._exposed = exposed
         self.after_bucket: Callable[[int, list[ParamGroup], list[int]], None] | None = None
         self._parts = suboptimizers_of(inner)
-        self.options = GivenOptions(options_known_to(inner))
+        self.options = LoopOptions(options_known_to(inner))
         wraps = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self.steps_whole = wraps or any(isinstance(part, SteppedTogether) for part in self._parts)
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
@@ -479,13 +479,17 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
 def build_inner(
     optimizer_class: Callable[..., Optimizer],
     param_groups: list[ParamGroup],
-    stepped: Mapping[torch.Tensor, torch.Tensor],
+    targets: Mapping[torch.Tensor, torch.Tensor],
     defaults: dict[str, Any],
 ) -> Optimizer:
-    """Build the optimizer over this rank's parameters, one group per exposed group, also if empty; else TypeError."""
-    groups = [local_group(group, stepped) for group in param_groups]
-    given = defaults
-    if any(param.device != target.device for param, target in stepped.items()):
+    """Build the inner optimizer over the targets of this rank's parameters, a group for each of ``param_groups``.
+
+    ``targets`` has the tensor that is stepped for each parameter of this rank; a group without any stays, empty.
+    TypeError if the class builds no optimizer of torch.
+    """
+    groups = [local_group(group, targets) for group in param_groups]
+    given_defaults = defaults
+    if any(param.device != target.device for param, target in targets.items()):
         if isinstance(optimizer_class, Instance):
             groups = [options_on_host(optimizer_class.kind, group) for group in groups]
         else:
@@ -497,7 +501,9 @@ def build_inner(
             f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. Pass a "
             "class of torch.optim, or a function that returns such an optimizer. [ZERO-101]"
         )
-    if defaults is not given and defaults != given:  # a scaler would not leave its work to the unsharded optimizer
+    if (
+        defaults is not given_defaults and defaults != given_defaults
+    ):  # a scaler would not leave its work to the unsharded optimizer
         vars(inner.suboptimizers[""] if isinstance(inner, MixedOptimizer) else inner).pop(_BY_SCALER, None)
     return inner
 

@@ -42,11 +42,11 @@ _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
 class SummedMemory:
-    """Memory prepared for `BitSums`, which read its content later.
+    """Views of a tensor's memory as words of 8 bytes, whose content `BitSums` add up later.
 
     Attributes:
-        lines: large memory as a view of groups of `LINES` cache lines; None: the memory is small.
-        always: the rest of the memory, which every reading reads.
+        lines: large memory, as a view of shape [groups, `LINES`, words of a cache line]; None: the memory is small.
+        always: views of the memory outside ``lines``: whole words, and the bytes after the last word.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -77,15 +77,15 @@ class SummedMemory:
 
 
 class BitSums:
-    """Sums over memory that differ if its bits differ, except for permutations of words of 8 bytes.
+    """Checksums of memory: sums of its words of 8 bytes, to be taken whenever `now` is called.
 
-    They take one reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. The memory's address
-    has no effect.
+    Other bits give another sum, except where words have only changed places; the memory's address has no effect. Sums
+    take one reading pass at the speed of memory; `digest` takes 40 times as long on a CPU.
 
     Args:
-        keys: the key of each sum, for ``always``, ``large`` and ``copied`` in this order.
-        always: memory that every reading reads.
-        large: memory of which a reading may read a single line, as `SummedMemory.lines`.
+        keys: the caller's key for each sum: those of ``always``, then ``large``, then ``copied``.
+        always: small memory, which every call of `now` reads whole.
+        large: memory of which `now` may read a single cache line of `LINES`; shaped as `SummedMemory.lines`.
         copied: memory that must be copied to be read.
     """
 
@@ -97,19 +97,19 @@ class BitSums:
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, SummedMemory]]) -> "BitSums":
-        """Build the sums over runs of memory, each with a key; a run may have several sums."""
+        """Build the sums over runs of memory, each with a key; a run may have several sums, all with its key."""
         in_place = [(key, run) for key, run in runs if not run.is_copied]
-        always = [(key, part) for key, run in in_place for part in run.always]
+        always = [(key, view) for key, run in in_place for view in run.always]
         large = [(key, run.lines) for key, run in in_place if run.lines is not None]
         copied = [(key, run) for key, run in runs if run.is_copied]
         keys = [key for key, _ in (*always, *large, *copied)]
-        return cls(keys, [part for _, part in always], [part for _, part in large], [run for _, run in copied])
+        return cls(keys, [view for _, view in always], [lines for _, lines in large], [run for _, run in copied])
 
     def now(self, line: int | None = None) -> list[Tensor]:
-        """The sums over numbers of 8 bytes, wrapping around: int64 scalars, each on its memory's device.
+        """Take the sums, in the order of ``keys``: int64 scalars, wrapping around, each on its memory's device.
 
         Of large memory, only cache line ``line`` of every `LINES` is read; None: all. A write to 1,088 neighbouring
-        bytes shows in any.
+        bytes changes the sum of any line.
         """
         large = self.large if line is None else map(Tensor.select, self.large, repeat(1), repeat(line))
         return [*map(Tensor.sum, chain(self.always, large)), *[run.total(line) for run in self.copied]]
@@ -124,25 +124,25 @@ def join_runs(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     are_dense = map(Tensor.is_contiguous, grads)
     gaps = {
         key
-        for (key, one), is_dense_ in zip(tensors.items(), are_dense, strict=True)
-        if not (is_dense_ or is_dense(one.shape, one.stride()))
+        for (key, tensor), is_dense_ in zip(tensors.items(), are_dense, strict=True)
+        if not (is_dense_ or is_dense(tensor.shape, tensor.stride()))
     }
     storages = map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, grads))
     offsets = map(int, map(Tensor.storage_offset, grads))
-    marks = zip(storages, [str(one.dtype) for one in grads], offsets, tensors, strict=True)
-    places = [mark for mark in marks if mark[-1] not in gaps]
+    marked = zip(storages, [str(tensor.dtype) for tensor in grads], offsets, tensors, strict=True)
+    places = [mark for mark in marked if mark[-1] not in gaps]
     runs = {key: tensors[key] for key in tensors if key in gaps}
-    found = dict[int, tuple[int, int]]()
+    extents = dict[int, tuple[int, int]]()
     first = -1
     end = 0
-    last = (0, "")
+    last_place = (0, "")
     for storage, dtype, start, key in sorted(places):
-        if last != (storage, dtype) or start != end:
+        if last_place != (storage, dtype) or start != end:
             first, begin = key, start
-        last = (storage, dtype)
+        last_place = (storage, dtype)
         end = start + tensors[key].numel()
-        found[first] = begin, end
-    for first, (begin, end) in found.items():
+        extents[first] = begin, end
+    for first, (begin, end) in extents.items():
         runs[first] = tensors[first].as_strided((end - begin,), (1,), begin)
     return runs
 
@@ -158,38 +158,39 @@ def _window_of(memory: Tensor, tensor: Tensor) -> _Window:
 
 
 class MovingMemory:
-    """Makes sums over the memory of tensors that are allocated anew in each step.
+    """Makes `BitSums` of tensors that are allocated anew in each step, such as gradients.
 
-    It remembers where runs of memory were, since they are mostly there again, but keeps none of the memory.
+    Their addresses, shapes and strides mostly repeat. Then the views of memory are made by the
+    same recipe, without looking for runs again. No memory is kept.
     """
 
-    _places: tuple[list[Any], ...] = ()  # of the tensors that the rest is about
-    _keys: list[int]  # of sums
+    _places: tuple[list[Any], ...] = ()  # addresses, shapes and so on of the tensors for which the recipe was made
+    _keys: list[int]  # of the sums; each is also the key of a tensor in whose storage the sum's memory is
     _windows: list[_Window]  # the memory that each sum reads
     _num_large: int  # how many of these, the last ones, are of large memory
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[int, Tensor]) -> BitSums:
         """The sums over these tensors, each with the first key in its run; see `join_runs`."""
-        held = [*tensors.values()]
-        storages = [*map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, held))]
-        offsets, strides = [*map(Tensor.storage_offset, held)], [*map(Tensor.stride, held)]
-        places = [*tensors], storages, offsets, strides, [*map(_KIND, held)]
+        memory = [*tensors.values()]
+        storages = [*map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, memory))]
+        offsets, strides = [*map(Tensor.storage_offset, memory)], [*map(Tensor.stride, memory)]
+        places = [*tensors], storages, offsets, strides, [*map(_KIND, memory)]
         if places != self._places:
             runs = [(key, SummedMemory(run)) for key, run in join_runs(tensors).items()]
-            found = BitSums.of(runs)
-            self._places = places if found.keys and not found.copied else ()
-            self._keys = found.keys
-            self._num_large = len(found.large)
+            sums = BitSums.of(runs)
+            self._places = places if sums.keys and not sums.copied else ()
+            self._keys = sums.keys
+            self._num_large = len(sums.large)
             # not of copied memory, which comes last
             self._windows = [
-                _window_of(one, tensors[key])
-                for key, one in zip(found.keys, (*found.always, *found.large), strict=False)
+                _window_of(view, tensors[key])
+                for key, view in zip(sums.keys, (*sums.always, *sums.large), strict=False)
             ]
-            return found
-        of = map(tensors.__getitem__, self._keys)
+            return sums
+        firsts = map(tensors.__getitem__, self._keys)
         sizes, begins, dtypes = zip(*self._windows, strict=True)
-        flat = map(Tensor.as_strided, of, sizes, repeat((1,)), begins)
+        flat = map(Tensor.as_strided, firsts, sizes, repeat((1,)), begins)
         views = [*map(Tensor.view, flat, dtypes)]
         num_small = len(views) - self._num_large
         large = [*map(Tensor.view, views[num_small:], repeat((-1, LINES, _LINE_WORDS)))]

@@ -48,20 +48,22 @@ class Mixture:
         """Build the optimizer of one class over its groups, which may be none; the default class has the empty name."""
         kind = self.classes.get(name, self.default)
         options = _for_constructor(kind, groups) if name else defaults
-        part = kind(groups or [{"params": []}], **options)
+        suboptimizer = kind(groups or [{"params": []}], **options)
         if name:
-            _check_taken(kind, groups, part, options)
-        wrapped = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
-        own_form = type(part).state_dict is not Optimizer.state_dict
-        if wrapped is not None or own_form:
-            found = f"keeps an optimizer as {wrapped!r}" if wrapped is not None else "has state dicts of its own form"
+            _check_taken(kind, groups, suboptimizer, options)
+        wrapped = next((key for key, value in vars(suboptimizer).items() if isinstance(value, Optimizer)), None)
+        has_own_form = type(suboptimizer).state_dict is not Optimizer.state_dict
+        if wrapped is not None or has_own_form:
+            complaint = (
+                f"keeps an optimizer as {wrapped!r}" if wrapped is not None else "has state dicts of its own form"
+            )
             raise NotImplementedError(
-                f"Expected optimizer classes that can share one step, got {_short(kind)}, which {found}. Shard its "
+                f"Expected optimizer classes that can share one step, got {_short(kind)}, which {complaint}. Shard its "
                 "parameters by an optimizer of their own. [ZERO-128]"
             )
         if not groups:
-            part.param_groups.clear()
-        return part
+            suboptimizer.param_groups.clear()
+        return suboptimizer
 
 
 class StepsWithPeers(Optimizer):

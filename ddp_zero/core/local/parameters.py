@@ -69,7 +69,7 @@ class SteppedWhole:
     """
 
     shape: tuple[int, ...]  # of the whole parameter
-    is_here: bool  # whether this rank steps it
+    steps_here: bool  # whether this rank steps the whole
 
 
 class ParameterTable:
@@ -169,18 +169,23 @@ class ParameterTable:
         return len(shape) == len(target) and all(size in (1, full) for size, full in zip(shape, target, strict=True))
 
     def misfit(self, index: int, state: Mapping[Any, Any], part: Part) -> str:
-        """A sentence about the first tensor of a state that `fits_state` refuses, or an empty text."""
+        """The message about the first tensor of a parameter's state with a wrong shape; an empty text if all fit.
+
+        ``part`` is the part of the parameter that this rank owns; see `fits_state`.
+        """
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and not self.fits_state(index, key, value.shape, part):
                 whole = self.wholes.get(index)
                 fits = "its shape" if whole is None else f"its shape as a whole, {list(whole.shape)}"
-                fits += "" if part is None else f", of which this rank has elements {part.start} to {part.stop}"
+                if part is not None:
+                    fits += f", of which this rank has elements {part.start} to {part.stop}"
                 return f"Expected state {key!r} of {self.label(index)} to fit {fits}, got shape {list(value.shape)}."
         return ""
 
     def name(self, index: int) -> str:
-        given = self._names[index]
-        return given if given is not None else f"parameter {index}"
+        """The name that the user gave, or ``parameter <index>``."""
+        name = self._names[index]
+        return name if name is not None else f"parameter {index}"
 
     def accelerator(self) -> torch.device:
         """The first device that is not the CPU, or the CPU."""
@@ -202,11 +207,11 @@ class ParameterTable:
                 nbytes=param.numel() * param.element_size(),
                 kind=f"{names[param.device]}/{str(param.dtype).removeprefix('torch.')}",
                 active=is_active,
-                cost=weight.cost,
-                may_be_cut=weight.may_be_cut,
-                owner=weight.owner,
+                cost=hints.cost,
+                may_be_cut=hints.may_be_cut,
+                owner=hints.owner,
             )
-            for param, is_active, weight in zip(self.params, active, self._hints, strict=True)
+            for param, is_active, hints in zip(self.params, active, self._hints, strict=True)
         ]
 
     def _hints_for(self, hints_of: HintsOf, index: int, group: Mapping[str, Any]) -> PartitionHints:
@@ -241,9 +246,11 @@ class ParameterTable:
         # both: a parameter that moves to the next group may leave the order as it is
         if [*map(id, chain.from_iterable(members))] != self._ids or [*map(len, members)] != self._sizes:
             for position in range(max(len(param_groups), len(self._sizes))):
-                ours = [id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position]
+                built_with = [
+                    id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position
+                ]
                 is_there = position < min(len(param_groups), len(self._sizes))
-                if not is_there or ours != [id(param) for param in param_groups[position]["params"]]:
+                if not is_there or built_with != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
                         "different set. Use add_param_group() to add some; to remove some, build a new optimizer "
@@ -276,17 +283,17 @@ class ParameterTable:
 
     def _check_dense(self) -> None:
         for index, param in enumerate(self.params):
-            given = self._names[index]
-            shown = f"parameter {index}" if given is None else f"parameter {index} {given!r}"
+            name = self._names[index]
+            label = f"parameter {index}" if name is None else f"parameter {index} {name!r}"
             if is_lazy(param):
                 raise ValueError(
-                    f"No data yet in {shown}, which belongs to a lazy module that was not run. Run the model once "
+                    f"No data yet in {label}, which belongs to a lazy module that was not run. Run the model once "
                     "before building the optimizer. [ZERO-109]"
                 )
             if param.is_nested or param.layout is not torch.strided:
                 kind = "a nested tensor" if param.is_nested else f"of layout {param.layout}"
                 raise ValueError(
-                    f"Expected dense parameters, got {shown}, which is {kind}. Keep it in a plain optimizer of its "
+                    f"Expected dense parameters, got {label}, which is {kind}. Keep it in a plain optimizer of its "
                     "own, on every rank. [ZERO-110]"
                 )
 
@@ -321,12 +328,12 @@ class ParameterTable:
 
 def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
     """Refuse groups for `ddp_zero.parallel`, whose keys a plain optimizer would silently ignore."""
-    found = next((f"{key}=" for key in PARALLEL_KEYS if key in group), None)
-    if found is None and any(hasattr(param, "device_mesh") for param in group["params"]):
-        found = "a distributed tensor (DTensor)"
-    if found is not None:
+    feature = next((f"{key}=" for key in PARALLEL_KEYS if key in group), None)
+    if feature is None and any(hasattr(param, "device_mesh") for param in group["params"]):
+        feature = "a distributed tensor (DTensor)"
+    if feature is not None:
         raise TypeError(
-            f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. "
+            f"Expected parameters that all ranks of the optimizer hold alike, got {feature} in group {position}. "
             f"{PARALLEL_REMEDY} [ZERO-116]"
         )
 
@@ -416,7 +423,7 @@ class PublishedGradients(GradientSource):
         return self._params[index].grad
 
 
-class OwnElements(GradientSource):
+class NarrowedGradients(GradientSource):
     """Narrows gradients that every rank has whole to the elements that this rank owns."""
 
     def __init__(self, targets: "StepTargets", wholes: GradientSource) -> None:
@@ -429,11 +436,11 @@ class OwnElements(GradientSource):
 
     def gradient(self, index: int) -> Tensor | None:
         grad = self._wholes.gradient(index)
-        return None if grad is None else self._targets.own_part(index, grad)
+        return None if grad is None else self._targets.owned_elements(index, grad)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         total = self._wholes.in_accumulation_dtype(index)
-        return None if total is None else self._targets.own_part(index, total)
+        return None if total is None else self._targets.owned_elements(index, total)
 
 
 class Masters(dict[int, Tensor]):
@@ -540,9 +547,11 @@ class StepTargets:
     # Targets
 
     def __getitem__(self, index: int) -> Tensor:
+        """The tensor that is stepped for a parameter on this rank: its stand-in, or the parameter itself."""
         return self._stand_ins.get(index, self._table.params[index])
 
     def of(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """The targets of several parameters, by index."""
         return {index: self[index] for index in indices}
 
     def index_of(self, tensor: Tensor) -> int:
@@ -551,7 +560,7 @@ class StepTargets:
         return self._table.index_of[tensor] if found is None else found
 
     def part(self, index: int) -> Part:
-        """The elements of a parameter that this rank steps."""
+        """The elements of a parameter that this rank owns, as a slice; None for the whole parameter."""
         return self._parts.get(index)
 
     @property
@@ -621,6 +630,7 @@ class StepTargets:
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
     def install(self, index: int, stand_in: Tensor, part: Part = None) -> None:
+        """Make a tensor the stand-in for a part of a parameter, in place of an earlier one."""
         self.release(index)
         self._parts[index] = part
         self._stand_ins[index] = stand_in
@@ -629,22 +639,26 @@ class StepTargets:
             self.masters[index] = stand_in
 
     def extend(self, table: ParameterTable) -> None:
+        """Take over a table that begins with the same parameters; targets stay as they are."""
         self._table = table
         self.masters.table = table
         if self.routes:
             self._drop_routes()
 
-    def own_part(self, index: int, value: Tensor) -> Tensor:
-        """The elements that this rank steps of a value that has the shape of the parameter."""
+    def owned_elements(self, index: int, value: Tensor) -> Tensor:
+        """The elements that this rank owns of a tensor in the shape of the parameter, such as its gradient.
+
+        All of them, in that shape, unless the parameter is cut; else 1-D, a view if strides allow.
+        """
         part = self._parts.get(index)
         return value if part is None else part_of(value, self._table.params[index], part)
 
-    def own_elements(self, wholes: GradientSource) -> GradientSource:
-        """A source of the elements that this rank steps, from gradients that every rank has whole."""
-        return OwnElements(self, wholes) if any(self._parts.values()) else wholes
+    def narrowed_source(self, wholes: GradientSource) -> GradientSource:
+        """A source that gives only the elements that this rank owns, from a source of gradients with all elements."""
+        return NarrowedGradients(self, wholes) if any(self._parts.values()) else wholes
 
-    def own_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
-        """The elements of ``param.grad`` that this rank steps; None if this rank does not have them.
+    def owned_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
+        """The elements of ``param.grad`` that this rank owns; None if it has no gradient, or does not have these.
 
         Args:
             index: the parameter.
@@ -652,10 +666,10 @@ class StepTargets:
         """
         grad = self._table.params[index].grad
         if isinstance(grad, AbsentGradient):
-            held = on_its_owner(grad) if revives else grad.part
-            if held is not grad:
-                return held
-        return None if grad is None else self.own_part(index, grad)
+            elements = on_its_owner(grad) if revives else grad.part
+            if elements is not grad:
+                return elements
+        return None if grad is None else self.owned_elements(index, grad)
 
     def lay_out_gradient(self, index: int) -> None:
         """Give ``param.grad`` the strides of the parameter, without which this rank's part cannot be a view of it."""
@@ -670,10 +684,10 @@ class StepTargets:
         """The targets for a copy of the optimizer, with a placement of the same kind."""
         clone = StepTargets(table, self.masters.are_kept, self.placement.for_copy())
         for index, stand_in in self._stand_ins.items():
-            held = copy.deepcopy(stand_in, memo)
-            clone.install(index, held, self._parts.get(index))
+            copied = copy.deepcopy(stand_in, memo)
+            clone.install(index, copied, self._parts.get(index))
             if self.is_copied(index):
-                clone.repoint(held, clone.placement.new(held, held.dtype, table.params[index].device))
+                clone.repoint(copied, clone.placement.new(copied, copied.dtype, table.params[index].device))
         if not self.masters.are_initial:
             clone.masters.note_versions()
         return clone
@@ -704,15 +718,18 @@ class StepTargets:
     # A step
 
     def step_inputs(self, indices: Sequence[int], source: GradientSource) -> list[StepInputs]:
-        """The tensors to copy for a step of offloaded parameters: gradients, and parameters without a master."""
-        found = []
+        """The tensors to copy to the host for a step of offloaded parameters.
+
+        Of each parameter with a gradient: the gradient, and the parameter's value unless a master on the host has it.
+        """
+        inputs = []
         for index in indices:
-            grad = self._as_reduced(index, source)
+            grad = self._most_precise_gradient(index, source)
             if grad is not None:
                 param = self._table.params[index].detach()
-                value = None if self.masters.needs_master(index) else self.own_part(index, param)
-                found.append(StepInputs(index, grad, value, self[index]))
-        return found
+                value = None if self.masters.needs_master(index) else self.owned_elements(index, param)
+                inputs.append(StepInputs(index, grad, value, self[index]))
+        return inputs
 
     def follow_routes(self) -> None:
         """Before a step: follow parameters that the user has moved."""
@@ -728,8 +745,8 @@ class StepTargets:
         stand_ins = [index for index in indices if index in self._stand_ins]
         in_place = [index for index in indices if not self.is_copied(index)]
         copied = [index for index in stand_ins if self.is_copied(index)]
-        views = None if self.placement.offloads else [self.own_part(i, params[i].detach()) for i in copied]
-        found = Route(
+        views = None if self.placement.offloads else [self.owned_elements(i, params[i].detach()) for i in copied]
+        route = Route(
             targets=[self[index] for index in indices],
             is_master=[index in self.masters for index in indices],
             in_place=[params[index] for index in in_place],
@@ -739,11 +756,11 @@ class StepTargets:
             copied_targets=[self[index] for index in copied],
             copied_params=[params[index] for index in copied],
         )
-        self.routes[indices] = found
+        self.routes[indices] = route
         for index in stand_ins if views is not None else filterfalse(self.is_copied, stand_ins):
             self._viewed.append(params[index])
             self._addresses.append(self._followed[index] if index in self._followed else params[index].data_ptr())
-        return found
+        return route
 
     def _drop_routes(self) -> None:
         self.routes.clear()
@@ -753,12 +770,13 @@ class StepTargets:
         """A parameter's gradient from a source, in the dtype of the target; None if there is no gradient."""
         if index not in self.masters:
             return source.gradient(index)
-        grad = self._as_reduced(index, source)
+        grad = self._most_precise_gradient(index, source)
         return None if grad is None else grad.to(torch.float32)
 
-    def _as_reduced(self, index: int, source: GradientSource) -> Tensor | None:
-        total = source.in_accumulation_dtype(index) if index in self.masters else None
-        return source.gradient(index) if total is None else total
+    def _most_precise_gradient(self, index: int, source: GradientSource) -> Tensor | None:
+        """The gradient, for a parameter with a master in the dtype in which it was accumulated, if that was kept."""
+        accumulated = source.in_accumulation_dtype(index) if index in self.masters else None
+        return source.gradient(index) if accumulated is None else accumulated
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point the views of these parameters, or of all, at the parameters' memory, which may have moved."""
@@ -779,11 +797,12 @@ class StepTargets:
     @torch.no_grad()
     def follow_values(self) -> None:
         """Copy parameters to their offloaded copies, for methods of the inner optimizer that read values."""
-        for index, held in self._stand_ins.items():
+        for index, stand_in in self._stand_ins.items():
             if self.is_offloaded(index) and not self.masters.needs_master(index):
-                held.copy_(self.own_part(index, self._table.params[index].detach()))
+                stand_in.copy_(self.owned_elements(index, self._table.params[index].detach()))
 
     def repoint(self, stand_in: Tensor, memory: Tensor) -> None:
+        """Let a stand-in use this memory; its identity, by which states are keyed, stays."""
         stand_in.data = memory
 
     def write_back_route(self, route: Route) -> None:
@@ -801,16 +820,16 @@ class StepTargets:
         params = {index: self._table.params[index] for index in copied}
         if copied:
             self.placement.copy_back(
-                [(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied]
+                [(self.owned_elements(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied]
             )
             increment_version(list(params.values()))
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
     """A parameter over the memory of ``value``, with the attributes of ``param``."""
-    made = torch.nn.Parameter(value.detach(), requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
-    return made
+    parameter = torch.nn.Parameter(value.detach(), requires_grad=param.requires_grad)
+    parameter.__dict__.update(param.__dict__)
+    return parameter
 
 
 def with_masters(state: Mapping[Any, Any], targets: StepTargets) -> dict[Any, Any]:
@@ -869,9 +888,9 @@ class GradientFactors:
         """The clip coefficient of all these gradients, if it is the same and their only factor; else None."""
         if not self.coefficients or self.divisor is not None or self.inverse_scale is not None:
             return None
-        factors = [*map(self.coefficients.get, {*map(self.groups.__getitem__, indices)})]
-        first = factors[0] if factors else None
-        return first if isinstance(first, Tensor) and all(map(is_, factors, repeat(first))) else None
+        coefficients = [*map(self.coefficients.get, {*map(self.groups.__getitem__, indices)})]
+        first = coefficients[0] if coefficients else None
+        return first if isinstance(first, Tensor) and all(map(is_, coefficients, repeat(first))) else None
 
     def __bool__(self) -> bool:
         return self.divisor is not None or self.inverse_scale is not None or bool(self.coefficients)
@@ -895,10 +914,10 @@ class ScaledGradients(GradientSource):
             return super().gradients(indices)
         grads = self._source.gradients(indices)
         # in one call, as torch's clipping, but for gradients of no dimension, which would take the factor's dtype
-        alike = [grad for grad in grads if grad is not None and grad.ndim and grad.device == factor.device]
-        if len(alike) < len(grads):
+        of_common_device = [grad for grad in grads if grad is not None and grad.ndim and grad.device == factor.device]
+        if len(of_common_device) < len(grads):
             return [None if g is None else self._factors.apply(i, g) for i, g in zip(indices, grads, strict=True)]
-        return [*torch._foreach_mul(alike, factor)]
+        return [*torch._foreach_mul(of_common_device, factor)]
 
 
 class AlignedGradients(GradientSource):

@@ -7,6 +7,7 @@ A *state dict* has the unsharded optimizer's format: ``{"state": {id: state}, "p
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -28,7 +29,7 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.state_order import Birth, State
 from ddp_zero.options import Offload
 from ddp_zero.values.live_model import LiveModel, by_group, clean
-from ddp_zero.values.parts import narrow_state, own_state
+from ddp_zero.values.parts import narrow_state, state_of_part
 from ddp_zero.values.shapes import Part
 from ddp_zero.values.tree import as_bytes, flatten, specs_in, unflatten
 
@@ -50,7 +51,7 @@ _OF_ANOTHER_MODEL = (
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A whole state dict that fits this optimizer, and the part of it that this rank loads."""
+    """A state dict of the unsharded optimizer that fits this one, and the part of it that this rank loads."""
 
     state_dict: dict[str, Any]  # all of it, after the pre-load hooks
     local: dict[str, Any]  # the part that this rank holds; not copied
@@ -83,6 +84,7 @@ class _ByParameter(MutableMapping[Any, Any]):
         return next((shard for shard in shards if key in shard.inner_state), shards[0]), None
 
     def _place(self, key: Any) -> tuple[State, Any]:
+        """The inner optimizer's state that has the entry of a key, and the entry's key there."""
         shard, index = self._find(key)
         return shard.inner_state, key if index is None else shard.targets[index]
 
@@ -135,9 +137,9 @@ class _ByParameter(MutableMapping[Any, Any]):
         if not _steps(shard, index):
             return
         param = table.params[index]
-        own = value if stepped is param else state_for(own_state(value, param, part), param, stepped)
-        is_same = all(own[key] is value[key] for key in value)
-        shard.inner_state[stepped] = value if is_same else own  # so that what `setdefault` returns is the state
+        local_value = value if stepped is param else state_for(state_of_part(value, param, part), param, stepped)
+        is_same = all(local_value[key] is value[key] for key in value)
+        shard.inner_state[stepped] = value if is_same else local_value  # so that what `setdefault` returns is the state
 
     def __delitem__(self, key: Any) -> None:
         state, stepped = self._place(key)
@@ -159,9 +161,9 @@ class _ByParameter(MutableMapping[Any, Any]):
 
 
 def _steps(shard: Shard, index: int) -> bool:
-    """True if this rank steps a parameter or a part of it."""
+    """True if this rank steps a parameter, or the elements of it that this rank owns."""
     whole = shard.table.wholes.get(index)
-    return shard.binding.owns(index) and (whole is None or whole.is_here)
+    return shard.binding.owns(index) and (whole is None or whole.steps_here)
 
 
 class StateDicts:
@@ -195,15 +197,15 @@ class StateDicts:
         return _ByParameter(shards, stepped_for)
 
     @staticmethod
-    def replace_state(own: State, state: Mapping[Any, Any]) -> None:
+    def replace_state(current: State, state: Mapping[Any, Any]) -> None:
         """Replace all states by these, keyed by parameter, in the same dict, which a mixed optimizer's parts share."""
-        given, before = dict(state), dict(own)
-        own.clear()
+        new, before = dict(state), dict(current)
+        current.clear()
         try:
-            own.update(given)
+            current.update(new)
         except BaseException:
-            own.clear()
-            own.update(before)
+            current.clear()
+            current.update(before)
             raise
 
     def consolidate(self, to: int) -> None:
@@ -226,18 +228,22 @@ class StateDicts:
         return {**packed, **self._scale_entry()}
 
     def _whole_state(self, others_may_step: Callable[[], bool]) -> State:
+        """The states of all parameters, in the unsharded order: the snapshot, the initial state, or asked of all ranks.
+
+        RuntimeError for a copy of an optimizer, which cannot ask.
+        """
         shard = self._shard
         if shard.snapshot is not None:
-            now = _marks(shard.inner_state)
-            before = self._gathered_from
-            if len(now) == len(before) and all(map(_is_unchanged, now, before)):
+            marks = _marks(shard.inner_state)
+            gathered_marks = self._gathered_from
+            if len(marks) == len(gathered_marks) and all(map(_is_unchanged, marks, gathered_marks)):
                 return shard.snapshot
             shard.snapshot = None
         shard.check_memory_order()
         if shard.comm.world_size > 1:
-            at_birth = self._state_at_birth() if shard.order.has_initial_state else None
-            if at_birth is not None:
-                return at_birth
+            initial = self._initial_state() if shard.order.has_initial_state else None
+            if initial is not None:
+                return initial
             if self._on_demand is not None:
                 return self._on_demand.gather(others_may_step())
             rank = shard.everyone.group_rank
@@ -250,11 +256,11 @@ class StateDicts:
         params = shard.table.params
         if shard.targets.are_parameters:
             return shard.order.sort(shard.inner_state)
-        of_no_parameter = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
-        return {**of_no_parameter, **{params[index]: state for index, state in owned.items()}}
+        shared_state = {key: value for key, value in shard.inner_state.items() if not isinstance(key, Tensor)}
+        return {**shared_state, **{params[index]: state for index, state in owned.items()}}
 
-    def _state_at_birth(self) -> State | None:
-        """The state before the first step: states created at construction, and masters from the model.
+    def _initial_state(self) -> State | None:
+        """The state before the first step, by parameter: states created at construction, and masters from the model.
 
         It is found by building the optimizer once more, over all parameters; most classes create no state. Returns None
         if only owners know the present states: parameters were added, a state dict was loaded, or a user has written
@@ -264,22 +270,33 @@ class StateDicts:
         shard.masters.follow_model()
         shard.check_masters()
         params = shard.table.params
-        stepped = {param: shard.targets.target_on_owner(index) for index, param in enumerate(params)}
-        made = self._build(shard.param_groups, stepped).state
-        if made and not shard.order.is_as_constructed:
+        targets = {param: shard.targets.target_on_owner(index) for index, param in enumerate(params)}
+        built_state = self._build(shard.param_groups, targets).state
+        if built_state and not shard.order.is_as_constructed:
             return None
-        whole = {}
-        for param, stand_in in stepped.items():
-            master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
-            if state := {**made.get(stand_in, {}), **master}:
-                whole[param] = state
+        initial = {}
+        for param, target in targets.items():
+            state = dict(built_state.get(target, {}))
+            if target is not param:
+                state[MASTER_KEY] = target.detach()
+            if state:
+                initial[param] = state
         present = with_masters(shard.inner_state, shard.targets)
-        written = (index for index, state in present.items() if isinstance(index, int) and state)  # also of other ranks
+        if not self._has_only(initial, present):
+            return None
+        shared_state = {key: value for key, value in present.items() if not isinstance(key, int)}
+        return {**shared_state, **initial}
+
+    def _has_only(self, initial: State, present: Mapping[Any, Any]) -> bool:
+        """True if the states ``present``, by index, are just this rank's parts of ``initial``, by parameter."""
+        shard = self._shard
+        written = {index for index, state in present.items() if isinstance(index, int) and state}  # also of other ranks
         for index in {*shard.binding.owned(), *written}:
-            expected = narrow_state(whole.get(params[index], {}), params[index], None, shard.targets.part(index))
+            param = shard.table.params[index]
+            expected = narrow_state(initial.get(param, {}), param, None, shard.targets.part(index))
             if not _are_equal(expected, present.get(index, {})):
-                return None
-        return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
+                return False
+        return True
 
     def births_of(self, indices: Iterable[int]) -> dict[int, Birth]:
         """The births of states, comparable between ranks: their order in the unsharded optimizer."""
@@ -295,19 +312,21 @@ class StateDicts:
         Where this rank steps whole parameters themselves, tensors are shared with the instance, not copied.
         """
         shard = self._shard
-        table, stepped, born = shard.table, shard.targets, []
+        table, stepped, indices_with_state = shard.table, shard.targets, []
         with Agreement(shard.everyone, "taking over the optimizer's state"), shard.changing_state():
             for key, state in instance.state.items():
                 if not isinstance(key, Tensor):
                     shard.inner_state[key] = copy.deepcopy(state)
                 elif key in table.index_of:
                     index = table.index_of[key]
-                    born.append(index)
+                    indices_with_state.append(index)
                     if shard.binding.owns(index):
-                        own = own_state(state, table.params[index], stepped.part(index))
-                        as_is = stepped[index] is key
-                        shard.inner_state[stepped[index]] = own if as_is else state_for(own, key, stepped[index])
-            shard.follow_load(born)
+                        local_state = state_of_part(state, table.params[index], stepped.part(index))
+                        steps_param_itself = stepped[index] is key
+                        shard.inner_state[stepped[index]] = (
+                            local_state if steps_param_itself else state_for(local_state, key, stepped[index])
+                        )
+            shard.follow_load(indices_with_state)
 
     # Loading a whole state dict
 
@@ -375,11 +394,13 @@ class StateDicts:
         return prepared
 
     def _restrict(self, state_dict: dict[str, Any]) -> _Prepared:
+        """Cut this rank's part from a state dict; ValueError if it does not fit. Tensors are not copied."""
         shard = self._shard
         groups, table = shard.param_groups, shard.table
         return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, shard.inner, shard.targets))
 
     def _load_copy(self, optimizer: Optimizer, prepared: _Prepared) -> None:
+        """Load a prepared state dict, and leave its tensors to the caller."""
         local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
         self._load(optimizer, replace(prepared, local=local))
 
@@ -430,7 +451,7 @@ class StateDicts:
             for saved_id, state in states.items():
                 index = index_of.get(saved_id, -1)
                 if index in holdings[peer]:
-                    comm.send_tree(own_state(state, shard.table.params[index], holdings[peer][index]), peer)
+                    comm.send_tree(state_of_part(state, shard.table.params[index], holdings[peer][index]), peer)
         self._load_copy(optimizer, prepared)
 
     def _receive_and_load(self, optimizer: Optimizer, sender: GroupRank) -> None:
@@ -447,14 +468,14 @@ class StateDicts:
             rehearse_load(shard.inner, expected.local)
         holdings = self._gather_holdings()[comm.group_rank]
         index_of = _index_of_id(structure)
-        stepped = shard.targets
+        targets = shard.targets
         with shard.changing_state():
             shard.drop_state()
             received = comm.receive_tree(sender, device)
             for saved_id in structure["state"]:
                 if index_of.get(saved_id, -1) in holdings:
                     state = comm.receive_tree(sender, device)
-                    master = stepped.masters.get(index_of[saved_id])
+                    master = targets.masters.get(index_of[saved_id])
                     if master is not None and MASTER_KEY in state:  # copied into the live master, which takes its place
                         with torch.no_grad():
                             state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
@@ -464,8 +485,8 @@ class StateDicts:
     def _gather_holdings(self) -> list[Mapping[int, Part]]:
         """For each rank: the parameters whose state that rank holds, by index, and which part of each. A collective."""
         shard = self._shard
-        every = shard.everyone.all_gather_ints([shard.comm.group_rank])
-        return [shard.binding.owned_parts(GroupRank(rank)) for (rank,) in every]
+        shard_ranks = shard.everyone.all_gather_ints([shard.comm.group_rank])
+        return [shard.binding.owned_parts(GroupRank(rank)) for (rank,) in shard_ranks]
 
     def _check_received_masters(self) -> None:
         """Check that masters round to the model of each rank: the sender could check only its own. A collective.
@@ -489,8 +510,8 @@ class StateDicts:
         shard.binding.check_owns_whole("sharded_state_dict()")
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
-        whole: Mapping[Any, Any] = shard.inner_state
-        states.update({key: value for key, value in whole.items() if isinstance(key, str)})
+        inner_state: Mapping[Any, Any] = shard.inner_state
+        states.update({key: value for key, value in inner_state.items() if isinstance(key, str)})
         if init_missing:
             self._add_fresh_states(states, names)
         groups = [
@@ -502,12 +523,11 @@ class StateDicts:
     def _add_fresh_states(self, states: dict[str, Any], names: Sequence[str]) -> None:
         """Add the state that the first step would create, for each owned parameter that has none."""
         shard = self._shard
-        for index in shard.binding.owned():
-            stepped = shard.targets[index]
-            of_whole = shard.table.wholes.get(index)
-            is_here = of_whole is None or of_whole.is_here
-            if is_here and shard.table.params[index].requires_grad and not shard.inner_state.get(stepped):
-                fresh = fresh_state(shard.inner, stepped, None if of_whole is None else of_whole.shape)
+        for index in filter(partial(_steps, shard), shard.binding.owned()):
+            target = shard.targets[index]
+            if shard.table.params[index].requires_grad and not shard.inner_state.get(target):
+                whole = shard.table.wholes.get(index)
+                fresh = fresh_state(shard.inner, target, None if whole is None else whole.shape)
                 states[names[index]] = {**fresh, **states.get(names[index], {})}
 
     def load_sharded_state_dict(
@@ -526,9 +546,9 @@ class StateDicts:
         names = self._qualified_names(model)
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
         if saved != names:
-            ours, theirs = next(pair for pair in zip_longest(names, saved) if pair[0] != pair[1])
+            expected, got = next(pair for pair in zip_longest(names, saved) if pair[0] != pair[1])
             raise ValueError(
-                f"Expected parameter {ours!r}, got {theirs!r}. Load what sharded_state_dict() gave for the same "
+                f"Expected parameter {expected!r}, got {got!r}. Load what sharded_state_dict() gave for the same "
                 "parameters in the same order; ddp_zero.checkpoint.load() finds them by name. [ZERO-604]"
             )
         index_of = {name: index for index, name in enumerate(names)}
@@ -542,14 +562,14 @@ class StateDicts:
         table = self._shard.table
         if model is not None:
             return table.names_in(model if isinstance(model, LiveModel) else LiveModel(model))
-        given = [name for group in self._shard.param_groups for name in group.get("param_names", [])]
-        if len(given) != len(table):
+        user_names = [name for group in self._shard.param_groups for name in group.get("param_names", [])]
+        if len(user_names) != len(table):
             raise ValueError(
-                f"Expected a name for each of {len(table)} parameters, got {len(given)}. Give the model, or build the "
-                "optimizer from model.named_parameters(). [ZERO-604]"
+                f"Expected a name for each of {len(table)} parameters, got {len(user_names)}. Give the model, or build "
+                "the optimizer from model.named_parameters(). [ZERO-604]"
             )
-        is_wrapped = all(name.startswith("module.") for name in given)
-        return [clean(name.removeprefix("module.") if is_wrapped else name) for name in given]
+        is_wrapped = all(name.startswith("module.") for name in user_names)
+        return [clean(name.removeprefix("module.") if is_wrapped else name) for name in user_names]
 
     # This rank's part by index, for `ddp_zero.checkpoint`
 
@@ -584,22 +604,22 @@ class StateDicts:
 
     def offload(self, to: Offload | str) -> None:
         """See `ZeroRedundancyOptimizer.offload_state`."""
-        shard, stepped = self._shard, self._shard.targets
+        shard, targets = self._shard, self._shard.targets
         if Offload.of(to) is None:
             raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-103]")
-        if stepped.are_moved_away or type(stepped.placement) is not type(placement_for(None)):
-            how = "an earlier opt.offload_state()" if stepped.are_moved_away else "offload= of the optimizer"
+        if targets.are_moved_away or type(targets.placement) is not type(placement_for(None)):
+            how = "an earlier opt.offload_state()" if targets.are_moved_away else "offload= of the optimizer"
             name = shard.comm.name(shard.comm.group_rank)
             raise RuntimeError(
                 f"Expected state beside the parameters, got state that {how} has moved away ({name}). Leave this call "
                 "out: opt.reload_state() brings back the state that opt.offload_state() has moved. [ZERO-609]"
             )
         shard.pending_syncs.complete()
-        stepped.masters.follow_model()
+        targets.masters.follow_model()
         nbytes = sum(tensor.nbytes for tensor in _movable(shard))
         _move(shard, placement_for(to).place)
         return_freed_memory(nbytes)
-        stepped.are_moved_away = True
+        targets.are_moved_away = True
 
     def reload(self) -> None:
         """See `ZeroRedundancyOptimizer.reload_state`."""
@@ -614,10 +634,10 @@ class StateDicts:
 
 
 def _marks(state: State) -> list[_Mark]:
-    """Every key and value of a state, and the versions of its tensors: what no write leaves as it was."""
+    """Every key and value of a state, with the versions of tensors: any write to the state changes some mark."""
     marks: list[_Mark] = []
-    for key, held in state.items():
-        values = held.values() if isinstance(held, Mapping) else [held]
+    for key, value_or_state in state.items():
+        values = value_or_state.values() if isinstance(value_or_state, Mapping) else [value_or_state]
         marks += [(key, None), *((value, value._version if isinstance(value, Tensor) else None) for value in values)]
     return marks
 
@@ -644,17 +664,17 @@ def restrict_state_dict(
     param_groups: Sequence[ParamGroup],
     table: ParameterTable,
     inner: Optimizer,
-    stepped: StepTargets,
+    targets: StepTargets,
 ) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
     """Cut from a whole state dict the part that this rank's inner optimizer loads; ValueError if it does not fit.
 
     States of parameters that this rank does not own may be missing. ``param_groups`` are the exposed groups, ``table``
-    their parameters and ``stepped`` their stepped tensors. Returns the inner optimizer's state dict, the indices of all
+    their parameters and ``targets`` their stepped tensors. Returns the inner optimizer's state dict, the indices of all
     parameters that have a state, in the order found, and all masters. Tensors are not copied.
     """
     _check_groups(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
-    check_epsilon(inner, saved_groups, table, stepped)
+    check_epsilon(inner, saved_groups, table, targets)
     index_of_id = _index_of_id(state_dict)
     local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}
 
@@ -670,15 +690,15 @@ def restrict_state_dict(
                 "[ZERO-604]"
             )
         index = index_of_id[saved_id]
-        part = stepped.part(index)
+        part = targets.part(index)
         check_state(value, table, index, type(inner), part)
         if MASTER_KEY in value:
-            masters[index] = _check_master(value, table, index, stepped)
+            masters[index] = _check_master(value, table, index, targets)
             value = {key: item for key, item in value.items() if key != MASTER_KEY}
-        if stepped[index] in local_id and (value or index not in masters):
-            local_state[local_id[stepped[index]]] = own_state(value, table.params[index], part)
+        if targets[index] in local_id and (value or index not in masters):
+            local_state[local_id[targets[index]]] = state_of_part(value, table.params[index], part)
 
-    owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
+    owned = {table.params[index] for index in range(len(table)) if targets[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
     restore_shared_tensors(copied, param_groups)
     local_groups = [
@@ -689,9 +709,9 @@ def restrict_state_dict(
     return {"state": local_state, "param_groups": local_groups}, indices, masters
 
 
-def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: StepTargets) -> Tensor:
+def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, targets: StepTargets) -> Tensor:
     master = value[MASTER_KEY]
-    if not stepped.masters.needs_master(index):
+    if not targets.masters.needs_master(index):
         raise ValueError(
             f"The state dict has {MASTER_KEY!r} for {table.label(index)}, which this optimizer steps in "
             f"{table.params[index].dtype}. Build the optimizer with master_weights=True over a model in low precision, "
@@ -788,17 +808,17 @@ def check_state(
 
 def _move(shard: Shard, move: Callable[[Tensor, torch.device], Tensor]) -> None:
     """Move this rank's states and masters; a thread that reads them meanwhile sees the old or the new tensor."""
-    stepped = shard.targets
+    targets = shard.targets
     for index in shard.binding.owned():
         device = shard.table.params[index].device
-        state: Any = shard.inner_state.get(stepped[index])
+        state: Any = shard.inner_state.get(targets[index])
         move_tensors(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
-        master = stepped.masters.get(index)
+        master = targets.masters.get(index)
         if master is not None:
-            stepped.repoint(master, move(master.detach(), device))
+            targets.repoint(master, move(master.detach(), device))
 
 
 def _movable(shard: Shard) -> list[Tensor]:
-    stepped = shard.targets
-    states = (shard.inner_state.get(stepped[index]) for index in shard.binding.owned())
-    return [*(tensor for state in states for tensor in tensors_in(state)), *stepped.masters.values()]
+    targets = shard.targets
+    states = (shard.inner_state.get(targets[index]) for index in shard.binding.owned())
+    return [*(tensor for state in states for tensor in tensors_in(state)), *targets.masters.values()]

@@ -87,17 +87,22 @@ class RestOfModel:
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
     """The norm of each gradient, in its dtype; for fp16 and bf16 in fp32, unless it ``rounds`` as torch's clipping."""
-    held = [*grads.values()]
-    is_wide = rounds or {*map(_DTYPE, held)}.isdisjoint(LOW_PRECISION)
-    if held and is_wide and 0 not in map(Tensor.numel, held) and {"cpu"}.issuperset(map(_DEVICE_TYPE, held)):
-        return dict(zip(grads, torch._foreach_norm(held, norm_type), strict=True))
-    own = {i: grad for i, grad in grads.items() if rounds or grad.dtype not in LOW_PRECISION}
-    plain = {i: grad for i, grad in own.items() if 0 not in grad.shape}
-    if plain and next(iter(plain.values())).device.type != "cpu":
-        plain = {i: g for i, g in plain.items() if _is_aligned(g)} if len(plain) == len(grads) else {}
+    all_grads = [*grads.values()]
+    is_wide = rounds or {*map(_DTYPE, all_grads)}.isdisjoint(LOW_PRECISION)
+    if (
+        all_grads
+        and is_wide
+        and 0 not in map(Tensor.numel, all_grads)
+        and {"cpu"}.issuperset(map(_DEVICE_TYPE, all_grads))
+    ):
+        return dict(zip(grads, torch._foreach_norm(all_grads, norm_type), strict=True))
+    in_own_dtype = {i: grad for i, grad in grads.items() if rounds or grad.dtype not in LOW_PRECISION}
+    nonempty = {i: grad for i, grad in in_own_dtype.items() if 0 not in grad.shape}
+    if nonempty and next(iter(nonempty.values())).device.type != "cpu":
+        nonempty = {i: g for i, g in nonempty.items() if _is_aligned(g)} if len(nonempty) == len(grads) else {}
     # on the CPU this takes the norms one by one
-    found = dict(zip(plain, torch._foreach_norm([*plain.values()], norm_type), strict=True)) if plain else {}
-    return {i: found[i] if i in found else norm_of(grad, norm_type, rounds=rounds) for i, grad in grads.items()}
+    fused = dict(zip(nonempty, torch._foreach_norm([*nonempty.values()], norm_type), strict=True)) if nonempty else {}
+    return {i: fused[i] if i in fused else norm_of(grad, norm_type, rounds=rounds) for i, grad in grads.items()}
 
 
 def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
@@ -106,8 +111,8 @@ def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
     if not grad.numel():  # an empty gradient has no largest element
         return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
     if dtype is None and grad.device.type != "cpu":  # by the kernel of torch's clipping
-        own = grad if _is_aligned(grad) else grad.clone()
-        return torch._foreach_norm([own], norm_type)[0]
+        aligned = grad if _is_aligned(grad) else grad.clone()
+        return torch._foreach_norm([aligned], norm_type)[0]
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
 
@@ -121,7 +126,10 @@ def _is_aligned(grad: Tensor) -> bool:
 
 
 class NormGatherer:
-    """Gathers the norms of all gradients from their owners; the plan tells where each norm is in the message."""
+    """Gathers the norms of all gradients from their owners.
+
+    Each rank sends a tensor of one size: its flag, then the norms of the parameters that it owns, in order of index.
+    """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -129,10 +137,11 @@ class NormGatherer:
         self._norm_order: Sequence[int] = ()  # the table's, likewise
         self._order: list[int] = []  # the parameters that have an owner, in ``_norm_order``
         self._owned: list[int] = []  # the parameters whose norms this rank sends
-        self._width = 0  # numbers that each rank sends
+        self._width = 0  # how many numbers each rank sends
         self._places: list[list[int]] = []  # by ``_order``: positions of the norms of each owner among all numbers
 
     def _follow_plan(self) -> None:
+        """Compute the places of norms in the message from the owners and the order of norms of now."""
         binding, comm = self.shard.binding, self.shard.comm
         self._pieces, self._norm_order = binding.pieces, self.shard.table.norm_order
         owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
@@ -156,13 +165,13 @@ class NormGatherer:
         *,
         rounds: bool,
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Every norm, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
+        """Gather all norms, by index, in `ParameterTable.norm_order`, and the sum of all flags. A collective.
 
         Args:
             norms: of this rank's parameters that have a gradient, by index. For a parameter that is cut, either each
                 owner gives the norm of its part, or a single owner gives the norm of the whole.
             norm_type: order of the p-norm.
-            flag: not negative.
+            flag: above 0 if this rank has found a gradient that is not finite; not negative.
             may_have_joined: whether some ranks may have run out of inputs, and so do not know which parameters have
                 gradients. Then, or if some parameters have no gradient, this waits for the device.
             rounds: see `norms_of`.
@@ -171,25 +180,25 @@ class NormGatherer:
         if self._pieces is not self.shard.binding.pieces or self._norm_order is not table.norm_order:
             self._follow_plan()
         device = next(iter(norms.values())).device if norms else table.accelerator()
-        mine = torch.full((self._width,), _NO_GRADIENT, dtype=torch.float64, device=device)
-        mine[0].fill_(flag)  # an assignment would wait for the GPU: torch copies the number from the host
-        _write_norms(mine[1:], [*map(norms.get, self._owned)])
-        gathered = torch.stack(comm.all_gather_tensor(mine))
+        local = torch.full((self._width,), _NO_GRADIENT, dtype=torch.float64, device=device)
+        local[0].fill_(flag)  # an assignment would wait for the GPU: torch copies the number from the host
+        _write_norms(local[1:], [*map(norms.get, self._owned)])
+        gathered = torch.stack(comm.all_gather_tensor(local))
         order, places = self._order, self._places
         if may_have_joined or any(map(is_, map(_GRAD, table.params), repeat(None))):
-            is_there = (gathered != _NO_GRADIENT).flatten().tolist()
-            present = [[place for place in of_owners if is_there[place]] for of_owners in places]
+            has_gradient = (gathered != _NO_GRADIENT).flatten().tolist()
+            present = [[place for place in of_owners if has_gradient[place]] for of_owners in places]
             order = [index for index, of_owners in zip(order, present, strict=True) if of_owners]
             places = [of_owners for of_owners in present if of_owners]
-        whole = _combine_parts(gathered.flatten().unbind(), places, norm_type)
+        combined = _combine_parts(gathered.flatten().unbind(), places, norm_type)
         dtypes = [*map(_DTYPE, map(table.params.__getitem__, order))]
-        real = {dtype: _dtype_of_norm(dtype, rounds=rounds) for dtype in set(dtypes)}
-        found: dict[int, Tensor] = dict(zip(order, whole, strict=True))
-        for dtype in set(real.values()):  # one operation for all of a dtype
-            members = [*compress(order, map(eq, map(real.__getitem__, dtypes), repeat(dtype)))]
-            same_dtype = torch.stack([*map(found.__getitem__, members)])
-            found |= zip(members, same_dtype.to(dtype).unbind(), strict=True)
-        return found, gathered[:, 0].sum()
+        dtype_of_norm = {dtype: _dtype_of_norm(dtype, rounds=rounds) for dtype in set(dtypes)}
+        norm_of_index: dict[int, Tensor] = dict(zip(order, combined, strict=True))
+        for dtype in set(dtype_of_norm.values()):  # one operation for all of a dtype
+            members = [*compress(order, map(eq, map(dtype_of_norm.__getitem__, dtypes), repeat(dtype)))]
+            same_dtype = torch.stack([*map(norm_of_index.__getitem__, members)])
+            norm_of_index |= zip(members, same_dtype.to(dtype).unbind(), strict=True)
+        return norm_of_index, gathered[:, 0].sum()
 
 
 def _dtype_of_norm(dtype: torch.dtype, *, rounds: bool) -> torch.dtype:
@@ -200,14 +209,14 @@ def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
     """Write norms to a tensor, in order, one operation per dtype; an element without a norm stays as it is."""
     device = places.device
     if {Tensor}.issuperset(map(type, norms)) and len({*map(_KIND, norms)}) == 1:  # as most often
-        known: list[Any] = [*norms]  # none is None
-        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(known).to(device))
+        present: list[Any] = [*norms]  # none is None
+        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(present).to(device))
         return
     for dtype in {norm.dtype for norm in norms if norm is not None}:
         absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=device)
-        known = [absent if norm is None or norm.dtype != dtype else norm for norm in norms]
-        shown = [norm if norm.device == device else norm.to(device) for norm in known]
-        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(shown))
+        present = [absent if norm is None or norm.dtype != dtype else norm for norm in norms]
+        on_device = [norm if norm.device == device else norm.to(device) for norm in present]
+        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(on_device))
 
 
 def _combine_parts(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], norm_type: float) -> list[Tensor]:
@@ -217,26 +226,26 @@ def _combine_parts(numbers: Sequence[Tensor], places: Sequence[Sequence[int]], n
     same number of parts.
     """
     sizes = [*map(len, places)]
-    found = [*map(numbers.__getitem__, map(itemgetter(0), places))]
-    for num in {*sizes} - {1}:
-        members = [*compress(range(len(places)), map(eq, sizes, repeat(num)))]
+    combined = [*map(numbers.__getitem__, map(itemgetter(0), places))]
+    for num_parts in {*sizes} - {1}:
+        members = [*compress(range(len(places)), map(eq, sizes, repeat(num_parts)))]
         parts = map(numbers.__getitem__, chain.from_iterable(map(places.__getitem__, members)))
-        known = torch.stack([*parts]).view(-1, num)
-        is_there = known != _NO_GRADIENT
-        norms = torch.where(is_there, known, 0.0)
-        is_whole = is_there.sum(1) == 1
+        part_norms = torch.stack([*parts]).view(-1, num_parts)
+        is_given = part_norms != _NO_GRADIENT
+        norms = torch.where(is_given, part_norms, 0.0)
+        is_whole = is_given.sum(1) == 1
         norm = torch.linalg.vector_norm(norms, norm_type, dim=1)
         whole = torch.where(is_whole, norms.amax(1), norm).unbind()
-        deque(map(found.__setitem__, members, whole), maxlen=0)
-    return found
+        deque(map(combined.__setitem__, members, whole), maxlen=0)
+    return combined
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of a list of norms; 0 if it is empty."""
     if not norms:
         return torch.tensor(0.0)
-    here = norms if len({*map(_DEVICE, norms)}) == 1 else [norm.to(norms[0].device) for norm in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([*here]), norm_type)
+    on_device = norms if len({*map(_DEVICE, norms)}) == 1 else [norm.to(norms[0].device) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([*on_device]), norm_type)
     return total
 
 
@@ -281,21 +290,21 @@ def clip_gradients(
         grad = params[index].grad
         if grad is None or (are_on_owners and not owns(index)):
             continue
-        held = shard.targets.own_gradient(index) if are_on_owners else grad
-        if held is None:
+        counted_elements = shard.targets.owned_gradient(index) if are_on_owners else grad
+        if counted_elements is None:
             assert isinstance(grad, AbsentGradient), "every other gradient is on this rank"
             grad.refuse()
-        grads[index] = held
+        grads[index] = counted_elements
     if inverse_scale is None:
         norms = norms_of(grads, norm_type, rounds=rounds)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if are_on_owners:
-        everyone, _ = owners.gather(norms, norm_type, rounds=rounds)
-        norms = {index: everyone[index] for index in indices if index in everyone}
-    own = total_norm([*rest_of_model.counted(norms).values()], norm_type)
-    joined = yield GradientStats({WHOLE: own}, norm_type)
-    total = joined.totals[WHOLE]
+        norms_of_all, _ = owners.gather(norms, norm_type, rounds=rounds)
+        norms = {index: norms_of_all[index] for index in indices if index in norms_of_all}
+    local_total = total_norm([*rest_of_model.counted(norms).values()], norm_type)
+    joint_stats = yield GradientStats({WHOLE: local_total}, norm_type)
+    total = joint_stats.totals[WHOLE]
     assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)
@@ -305,6 +314,7 @@ def clip_gradients(
 
 
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
+    """The norm of a gradient divided by the loss scale, computed in fp32 at least."""
     wide = grad.float() if grad.dtype in LOW_PRECISION else grad
     return norm_of(wide * inverse_scale, norm_type, rounds=False)
 

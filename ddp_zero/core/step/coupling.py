@@ -11,7 +11,7 @@ that leaves no trace in options, such as a global norm.
 If the optimizer changes options of a group only when the group has gradients, a rank that has stepped nothing of the
 group keeps old values. Then it copies the values of ranks that have stepped the group, from then on after every step.
 
-Options that loops of different ranks set differently are no coupling: they are compared first. `GivenOptions` compares
+Options that loops of different ranks set differently are no coupling: they are compared first. `LoopOptions` compares
 them in all other steps.
 """
 
@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.comm.ranks import difference_in_options, digest
-from ddp_zero.core.local.given_options import GivenOptions
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, options_of, suboptimizer_for, suboptimizers_of
+from ddp_zero.core.local.loop_options import LoopOptions
 from ddp_zero.core.plan.partition import GroupRank
 
 GroupIndex = int | None
@@ -53,20 +53,22 @@ def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
 def values_of(
     optimizer: Optimizer, groups: Sequence[ParamGroup], stepped: Sequence[int]
 ) -> Iterator[tuple[GroupIndex, Values]]:
-    """Values of the groups at these places; if there are any, also of the optimizer and of optimizers that it wraps."""
+    """Values that a step may change: of each stepped group, with its index; then of the optimizer itself, with None.
+
+    The optimizer's values include those of the optimizers that it wraps. ``stepped`` are indices of groups; without any
+    there is nothing.
+    """
     for place in stepped:
         yield place, values_in(options_of(groups[place]))
     if not stepped:
         return
-    outside = {**values_in(optimizer.state), **values_in(vars(optimizer))}
-    inner_optimizers = [(name, value) for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    outside_groups = {**values_in(optimizer.state), **values_in(vars(optimizer))}
+    wrapped = [(name, value) for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
     stepping = {id(suboptimizer_for(optimizer, groups[place])) for place in stepped}
-    inner_optimizers += [
-        (type(part).__name__, part) for part in suboptimizers_of(optimizer)[1:] if id(part) in stepping
-    ]
-    for name, wrapped in inner_optimizers:
-        outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
-    yield None, outside
+    wrapped += [(type(part).__name__, part) for part in suboptimizers_of(optimizer)[1:] if id(part) in stepping]
+    for name, inner in wrapped:
+        outside_groups |= {**values_in(inner.state, f"{name}."), **values_in(vars(inner), f"{name}.")}
+    yield None, outside_groups
 
 
 @dataclass
@@ -167,7 +169,7 @@ class CouplingWatch:
             self._always_checks, self.next_step = True, 0
             self._copy_from_stepping_rank({place: by_place[place] for place in stale})
 
-    def _raise_options_differ(self, given: GivenOptions) -> None:
+    def _raise_options_differ(self, given: LoopOptions) -> None:
         everyone = [json.loads(shown) for shown in self._comm.all_gather_text(json.dumps(given.values))]
         rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = [*zip(everyone[0], everyone[rank], strict=False)]

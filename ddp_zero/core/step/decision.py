@@ -79,8 +79,12 @@ class AmpState:
     def of(cls, optimizer: object) -> "AmpState | None":
         """The state that a `GradScaler` has set on the optimizer before ``step()``, or None."""
         attributes = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
-        found = attributes.get("found_inf")
-        return None if found is None else cls(attributes.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
+        found_inf = attributes.get("found_inf")
+        return (
+            None
+            if found_inf is None
+            else cls(attributes.get("grad_scale"), torch.as_tensor(found_inf, dtype=torch.float32))
+        )
 
     @property
     def inverse(self) -> Tensor:
@@ -93,13 +97,13 @@ class AmpState:
         """After the step: divide gradients by the scale in place, by the kernel of `GradScaler.unscale_`."""
         if self.scale is None:
             return
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        grads_of_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in grads:
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (device, _), members in alike.items():
-            found = torch.zeros(1, device=device)
+            grads_of_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), members in grads_of_kind.items():
+            found_inf = torch.zeros(1, device=device)
             inverse = self.inverse.to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, found_inf, inverse)
 
 
 # Torch hands an optimizer a copy of a scaler's findings, as ``found_inf``, but not the scaler (torch 2.13.0).
@@ -112,9 +116,9 @@ ScalerFindings = dict[torch.device, Tensor]
 def calling_scaler(optimizer: object) -> tuple[GradScaler, ScalerFindings] | None:
     """The scaler in whose ``step(optimizer)`` this is called, and its findings; None if no scaler calls."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, GradScaler) and any(value is optimizer for value in frame.f_locals.values()):
-            return caller, caller._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        caller_self = frame.f_locals.get("self")
+        if isinstance(caller_self, GradScaler) and any(value is optimizer for value in frame.f_locals.values()):
+            return caller_self, caller_self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return None
 
 
@@ -160,26 +164,28 @@ def find_nonfinite_rank(flags_of_rank: Sequence[Sequence[int]]) -> int | None:
     If gradients add up in ``param.grad``, every rank has a non-finite gradient in all passes after the first such pass,
     so the search goes back to that pass. Earlier passes may have been dropped, which is not reported.
     """
-    found = None
+    rank = None
     for flags in reversed(list(zip(*flags_of_rank, strict=True))):
         if any(flags):
-            found = flags.index(1)
-        if found is not None and not all(flags):
+            rank = flags.index(1)
+        if rank is not None and not all(flags):
             break
-    return found
+    return rank
 
 
 class OwnedEdits:
-    """Tracks gradients that users change on their owners alone, through aliases with version counters of their own.
+    """Tracks gradients that users change on their owners alone, as through the aliases of ``opt.owned_gradients()``.
 
-    In stage 1 every other rank keeps the average, so a changed gradient counts on its owners only: norms are gathered
-    from owners, each of which takes the norm of its own part. Nothing else may change gradients before the step: DDP
-    would average a changed gradient with the unchanged gradients of other ranks.
+    An alias has a version counter of its own, so a change through it leaves the counter of ``param.grad`` as it was. In
+    stage 1 every other rank keeps the average, so a changed gradient counts on its owners only: norms are gathered from
+    owners, each of which takes the norm of its own part. Nothing else may change gradients before the step: DDP would
+    average a changed gradient with the unchanged gradients of other ranks.
     """
 
     def __init__(self) -> None:
-        self._noted: dict[Tensor, tuple[int, int]] = {}  # address and version of the gradient, by parameter
-        self._parts: set[Tensor] = set()
+        # by parameter, address and version of its gradient when aliases were handed out; empty: none were
+        self._noted: dict[Tensor, tuple[int, int]] = {}
+        self._edited: set[Tensor] = set()  # parameters whose gradients this rank has changed without aliases
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Note the gradients as they are: from now on any change that is not made through an alias is an error."""
@@ -187,32 +193,32 @@ class OwnedEdits:
         self._noted = {param: (grad.data_ptr(), grad._version) for param, grad in grads if grad is not None}
 
     @contextmanager
-    def editing(self, table: ParameterTable, param: Tensor, *, alike: bool) -> Iterator[None]:
-        """A context for a change of one gradient in place, after aliases were handed out or without them.
+    def editing(self, table: ParameterTable, param: Tensor, *, on_all_ranks: bool) -> Iterator[None]:
+        """A context in which the library changes one gradient in place for the user.
 
-        ``alike`` is True if every rank makes the same change. Otherwise all owners of the gradient make it, and other
-        ranks do not know of it.
+        ``on_all_ranks`` is True if every rank makes the same change. Otherwise only the owners of the gradient make
+        it. Where aliases were handed out, gradients are noted again afterwards, so that this is no unknown change.
         """
         is_noted = self.check_intact(table)
         yield
         if is_noted:
             self.note(table.params)
-        elif alike:
-            self._parts.discard(param)
+        elif on_all_ranks:
+            self._edited.discard(param)
         else:
-            self._parts.add(param)
+            self._edited.add(param)
 
-    def has_part(self, param: Tensor) -> bool:
-        """True if this rank has changed its part of a gradient, unknown to other ranks."""
-        return param in self._parts
+    def has_edited(self, param: Tensor) -> bool:
+        """True if this rank has changed its elements of a gradient, which other ranks do not know of."""
+        return param in self._edited
 
     def edited_indices(self, table: ParameterTable) -> Collection[int]:
         """The parameters whose gradients count on their owners only."""
-        return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._parts}
+        return range(len(table.params)) if self._noted else {table.index_of[param] for param in self._edited}
 
-    def check_alike(self, table: ParameterTable, what: str) -> None:
-        """Raise RuntimeError, for the call ``what``, if this rank has made changes that others do not know of."""
-        param = None if self._noted else next(iter(self._parts), None)
+    def check_not_edited(self, table: ParameterTable, what: str) -> None:
+        """RuntimeError, naming the call ``what``, if this rank has changed a gradient without aliases on its own."""
+        param = None if self._noted else next(iter(self._edited), None)
         if param is not None:
             raise RuntimeError(
                 f"{what} cannot follow safe_set_local_grad(), which has changed the gradient of "
@@ -222,20 +228,20 @@ class OwnedEdits:
 
     def forget(self) -> None:
         self._noted = {}
-        self._parts.clear()
+        self._edited.clear()
 
     def forget_dropped(self) -> None:
         """Before a forward pass: forget gradients that were set to None without the optimizer."""
         self._noted = {param: mark for param, mark in self._noted.items() if param.grad is not None}
-        self._parts = {param for param in self._parts if param.grad is not None}
+        self._edited = {param for param in self._edited if param.grad is not None}
 
     @property
-    def are_made(self) -> bool:
-        """True if gradients may have been changed on their owners alone."""
+    def has_aliases(self) -> bool:
+        """True if aliases were handed out, through which owners may have changed their gradients."""
         return bool(self._noted)
 
     def check_intact(self, table: ParameterTable) -> bool:
-        """Check that gradients were changed through aliases alone; returns `are_made`, the same on every rank.
+        """Check that gradients were changed through aliases alone; returns `has_aliases`, the same on every rank.
 
         Raises RuntimeError naming a gradient that anything else has changed since `note`.
         """
@@ -249,7 +255,7 @@ class OwnedEdits:
                     "gradients. Call opt.owned_gradients() after such changes; opt.clip_grad_norm_ and "
                     "opt.clip_grad_value_ also work after it. To drop gradients, call opt.zero_grad(). [ZERO-320]"
                 )
-        return self.are_made
+        return self.has_aliases
 
 
 @dataclass
@@ -279,13 +285,13 @@ class Inspection:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What all ranks conclude from an inspection."""
+    """The conclusion of all ranks from an inspection."""
 
-    nonfinite: bool = False
+    nonfinite: bool = False  # whether a gradient is not finite, and the step may have to be skipped
     may_be_overflow: bool = False  # whether ``nonfinite`` may be due to an overflow in the sum of finite gradients
     norm: Number = None  # of all gradients
-    smallest: Number = None  # clip coefficient
-    coefficients: Mapping[int, Tensor] = field(default_factory=dict)  # for clipping, by group
+    smallest: Number = None  # the smallest clip coefficient of any group
+    coefficients: Mapping[int, Tensor] = field(default_factory=dict)  # clip coefficients by group
 
 
 _NO_STATS, _STEP = GradientStats(), _Verdict()  # where nothing is to be decided
@@ -417,8 +423,8 @@ class Decision:
         shard, source, amp = self._shard, context.source, context.amp
         indices = shard.binding.owned()
         grads = source.gradients(indices)
-        is_there = map(is_not, grads, repeat(None))
-        owned: dict[int, Any] = dict(compress(zip(indices, grads, strict=True), is_there))
+        has_gradient = map(is_not, grads, repeat(None))
+        owned: dict[int, Any] = dict(compress(zip(indices, grads, strict=True), has_gradient))
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
@@ -429,15 +435,15 @@ class Decision:
             flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_nonfinite, source)
         if not limits:
-            every_flag = float(flag) if amp is not None and amp.is_agreed else self.max_over_ranks(flag)
-            return GradientStats(flag=every_flag, find=find)
-        every, flags = self.norms.gather(
+            max_flag = float(flag) if amp is not None and amp.is_agreed else self.max_over_ranks(flag)
+            return GradientStats(flag=max_flag, find=find)
+        norms_of_all, flags = self.norms.gather(
             norms, self.options.norm_type, flag, context.may_have_joined, rounds=self.rounds_norms
         )
-        counted = self.rest_of_model.counted(every)
-        if len(counted) < len(every):  # norms that do not count must be finite all the same
-            others = [norm for index, norm in every.items() if index not in counted]
-            flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
+        counted = self.rest_of_model.counted(norms_of_all)
+        if len(counted) < len(norms_of_all):  # norms that do not count must be finite all the same
+            uncounted = [norm for index, norm in norms_of_all.items() if index not in counted]
+            flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in uncounted])).all().double())
         return GradientStats(self._totals(limits, counted), self.options.norm_type, flags, find)
 
     def _verdict(self, inspection: Inspection, stats: GradientStats) -> _Verdict:
@@ -455,10 +461,10 @@ class Decision:
             return _Verdict(False, False, norm, smallest, coefficients)
         # the one place where the host waits for the device
         numbers = [norm, torch.as_tensor(stats.flag).to(norm.device), *coefficients.values()]
-        norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
+        norm_value, any_flag, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
-        nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
-        return _Verdict(nonfinite, False, norm_read, min(values, default=None), clipping)
+        nonfinite = any_flag > 0 or (amp is None and not math.isfinite(norm_value))
+        return _Verdict(nonfinite, False, norm_value, min(values, default=None), clipping)
 
     def _norms(
         self, owned: Mapping[int, Tensor], source: GradientSource, inverse: Tensor | float | None
@@ -480,27 +486,31 @@ class Decision:
         if inverse is None and not shard.masters:
             grads = owned
             if wholes is not None:
-                grads = {i: owned[i] if own is source else _require(own.gradient(i)) for i, own in sources.items()}
+                grads = {
+                    i: owned[i] if chosen is source else _require(chosen.gradient(i)) for i, chosen in sources.items()
+                }
             return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors = GradientFactors(inverse)
         gradient = shard.targets.gradient
-        scaled = ((index, factors.apply(index, _require(gradient(index, own)))) for index, own in sources.items())
+        scaled = ((index, factors.apply(index, _require(gradient(index, chosen)))) for index, chosen in sources.items())
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def max_over_ranks(self, number: Tensor | float) -> float:
         """The largest of a number of each rank. A collective."""
-        mine = number if isinstance(number, Tensor) else torch.tensor(number, device=self._shard.table.accelerator())
-        every = self._shard.comm.all_gather_tensor(mine.reshape(1).double())
-        return float(torch.cat(every).max().item())
+        local = number if isinstance(number, Tensor) else torch.tensor(number, device=self._shard.table.accelerator())
+        gathered = self._shard.comm.all_gather_tensor(local.reshape(1).double())
+        return float(torch.cat(gathered).max().item())
 
     # Clipping
 
     def _limits(self) -> Limits:
-        groups, honours, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
-        together = tuple(position for position, group in enumerate(groups) if not honours or GROUP_LIMIT not in group)
-        limits: Limits = {} if limit is None or not together else {COMMON: (limit, together)}
+        groups, has_group_limits, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
+        common_groups = tuple(
+            position for position, group in enumerate(groups) if not has_group_limits or GROUP_LIMIT not in group
+        )
+        limits: Limits = {} if limit is None or not common_groups else {COMMON: (limit, common_groups)}
         for position, group in enumerate(groups):
-            if honours and group.get(GROUP_LIMIT) is not None:
+            if has_group_limits and group.get(GROUP_LIMIT) is not None:
                 check_max_grad_norm(group[GROUP_LIMIT])
                 limits[position] = (group[GROUP_LIMIT], (position,))
         return limits
@@ -563,15 +573,15 @@ class Decision:
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
         if first == len(params):
             first = next((i for i in shard.binding.owned() if _is_nonfinite(source.gradient(i))), first)
-        found = min(index for (index,) in shard.comm.all_gather_ints([first]))
-        if found == len(params):
+        first_on_any_rank = min(index for (index,) in shard.comm.all_gather_ints([first]))
+        if first_on_any_rank == len(params):
             return None
-        flags = self.watch.flags(params[found])
+        flags = self.watch.flags(params[first_on_any_rank])
         everyone = shard.everyone
         passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
         rank = find_nonfinite_rank(everyone.all_gather_ints(flags[:passes])) if passes else None
         of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"
-        name = shard.table.name(found)
+        name = shard.table.name(first_on_any_rank)
         return NonfiniteGradient(name, rank, f"the gradient of {name} is not finite{of_rank}")
 
 

@@ -118,7 +118,7 @@ def borrow_gradients(shard: Shard, reduced: Callable[[int], torch.Tensor], *, ar
             # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
     borrowed = BorrowedGradients(grads)
-    return shard.targets.own_elements(borrowed) if are_whole else borrowed
+    return shard.targets.narrowed_source(borrowed) if are_whole else borrowed
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:

@@ -94,7 +94,9 @@ class LateChanges:
             self._noted_indices = kinds.noted_set
             self._marks = self._current_marks()
             self._sums = self._current_sums()
-            held = dict(zip(kinds.held, map(grads.__getitem__, kinds.held), strict=True)) if reads_gradients else {}
+            held = (
+                dict(zip(kinds.present, map(grads.__getitem__, kinds.present), strict=True)) if reads_gradients else {}
+            )
             self._grad_sums = self._sums_over(held) if held else _NO_SUMS
         self._states, self._versions = self._current_states()
         # parameters in flight change when they arrive: their sums are taken then, not now
@@ -207,11 +209,14 @@ class LateChanges:
 
     @contextmanager
     def while_memory_moves(self) -> Iterator[None]:
-        """A context in which the library moves parameters: earlier changes by the user are still detected."""
+        """A context in which the library moves parameters: afterwards their new addresses and sums are the noted ones.
+
+        A change that the user has made before is still found: then nothing is noted anew.
+        """
         is_unchanged = (self._changed_tensor() or self._changed_value()) is None
         yield
         if is_unchanged:
-            with without_waiting():
+            with without_waiting():  # for parameters that are being received
                 self._marks = self._current_marks()
                 self._sums = self._current_sums()
 
@@ -236,7 +241,7 @@ class LateChanges:
             if options.are_same(group):
                 continue
             for key in _changed_keys(noted, group):
-                before = noted[key].held if key in noted else "nothing"
+                before = noted[key].snapshot if key in noted else "nothing"
                 now = group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
         return None
@@ -268,7 +273,7 @@ class LateChanges:
     def _current_states(self) -> tuple[list[Any], list[int | None]]:
         states: list[Any] = [*self._shard.inner_state.values()]
         if not {dict}.issuperset(map(type, states)):
-            states = [held for held in states if type(held) is dict]
+            states = [state for state in states if type(state) is dict]
         values = [*chain.from_iterable(map(dict.values, states))]
         return values, [*map(getattr, values, repeat("_version"), repeat(None))]
 
@@ -312,18 +317,18 @@ class _GradientKinds(NamedTuple):
 
     types: list[type]
     absent: list[int]  # parameters with an `AbsentGradient`
-    held: list[int]  # parameters with any other gradient
-    without: list[int]  # parameters without a gradient
-    noted: list[int]  # ``absent`` and ``held``
+    present: list[int]  # parameters with any other gradient
+    gradless: list[int]  # parameters without a gradient
+    noted: list[int]  # ``absent`` and ``present``
     noted_set: frozenset[int]  # the same
 
     @classmethod
     def of(cls, grads: Sequence[Tensor | None]) -> "_GradientKinds":
         types = [*map(type, grads)]
         absent = [index for index, kind in enumerate(types) if kind is AbsentGradient]
-        without = [index for index, grad in enumerate(grads) if grad is None]
-        held = sorted({*range(len(grads))}.difference(absent, without))
-        return cls(types, absent, held, without, [*absent, *held], frozenset((*absent, *held)))
+        gradless = [index for index, grad in enumerate(grads) if grad is None]
+        present = sorted({*range(len(grads))}.difference(absent, gradless))
+        return cls(types, absent, present, gradless, [*absent, *present], frozenset((*absent, *present)))
 
 
 class _GradientMarks:
@@ -339,8 +344,8 @@ class _GradientMarks:
 
     def _marks_of(self, grads: Sequence[Any]) -> tuple[list[bool], list[int], list[int]]:
         """Flags of placeholders that were set to zero, and addresses and versions of other gradients."""
-        held = [*map(grads.__getitem__, self._kinds.held)]
-        return [*map(_ZEROED, self._absent)], [*map(Tensor.data_ptr, held)], [*map(_VERSION, held)]
+        present = [*map(grads.__getitem__, self._kinds.present)]
+        return [*map(_ZEROED, self._absent)], [*map(Tensor.data_ptr, present)], [*map(_VERSION, present)]
 
     def first_changed(self, params: Sequence[Tensor]) -> int | None:
         """The first parameter whose gradient was replaced, dropped, added, zeroed or changed in place, or None."""
@@ -355,11 +360,11 @@ class _GradientMarks:
         for index, absent, was_zeroed in zip(kinds.absent, self._absent, self._marks[0], strict=True):
             if grads[index] is not absent or absent.zeroed != was_zeroed:
                 return index
-        for index, *mark in zip(kinds.held, *self._marks[1:], strict=True):
+        for index, *mark in zip(kinds.present, *self._marks[1:], strict=True):
             grad = grads[index]
             if grad is None or [grad.data_ptr(), grad._version] != mark:
                 return index
-        return next((index for index in kinds.without if grads[index] is not None), None)
+        return next((index for index in kinds.gradless if grads[index] is not None), None)
 
 
 class _BitSumsNow(NamedTuple):
@@ -403,7 +408,7 @@ class _Option(NamedTuple):
     """An option of a group as it was when noted."""
 
     value: Any  # the object itself
-    held: Any  # a copy, if the object is mutable
+    snapshot: Any  # a copy, if the object is mutable; else the object
     version: int | None  # of a tensor
 
     @classmethod
@@ -416,7 +421,7 @@ class _Option(NamedTuple):
         """True if the option has not been set or changed in place since."""
         if isinstance(self.value, Tensor) or isinstance(now, Tensor):
             return now is self.value and now._version == self.version
-        return (now is self.value and not isinstance(now, _CONTAINERS)) or _is_equal(self.held, now)
+        return (now is self.value and not isinstance(now, _CONTAINERS)) or _is_equal(self.snapshot, now)
 
     @torch.no_grad()
     def restore(self, group: ParamGroup, key: str) -> None:
@@ -426,12 +431,12 @@ class _Option(NamedTuple):
             return
         group[key] = self.value
         if isinstance(self.value, Tensor):
-            self.value.copy_(self.held)
+            self.value.copy_(self.snapshot)
         elif isinstance(self.value, list):
-            self.value[:] = self.held
+            self.value[:] = self.snapshot
         elif isinstance(self.value, dict | set):
             self.value.clear()
-            self.value.update(self.held)
+            self.value.update(self.snapshot)
 
 
 _NO_OPTION = _Option(_ABSENT, _ABSENT, None)
@@ -443,8 +448,8 @@ class _Options:
     def __init__(self, group: ParamGroup) -> None:
         self.noted = {key: _Option.of(group, key) for key in group if key not in PER_PARAMETER_KEYS}
         self._keys, self._values = [*group], [*group.values()]
-        held = [option.value for option in self.noted.values()]
-        self._may_change = any(isinstance(value, (Tensor, *_CONTAINERS)) for value in held)
+        values = [option.value for option in self.noted.values()]
+        self._may_change = any(isinstance(value, (Tensor, *_CONTAINERS)) for value in values)
 
     def are_same(self, group: ParamGroup) -> bool:
         """True if the group holds the same objects, and none that can change in place; without a Python loop."""

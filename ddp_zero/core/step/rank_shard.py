@@ -99,7 +99,10 @@ class Binding:
         return self._trainable, self._active, self.pieces
 
     def _assign(self, specs: list[ParameterSpec], decided: Sequence[Pieces] = ()) -> Ownership:
-        """The owners of all parameters of the table; those of the first parameters are given as ``decided``."""
+        """Assign owners to all parameters of the table; the first parameters keep their owners, ``decided``.
+
+        Raises ValueError for a parameter that cannot be cut, if the partition cuts any.
+        """
         owned = self.partition.assign(specs, self._comm.world_size, BUCKET_CAP_BYTES, decided)
         if self.partition.cuts:
             for index, param in enumerate(self._table.params):
@@ -164,6 +167,7 @@ class Binding:
         self._bind(Ownership(self._comm.world_size, tuple(self._table.specs(self._active)), tuple(pieces)))
 
     def _bind(self, owned: Ownership) -> None:
+        """Make the plan for these owners, and storage and syncs for its buckets; see the attributes of the class."""
         # new storage copies parameters: a parameter in flight would be copied half received
         self._memory: dict[int, _BucketMemory] = {}  # by bucket
         self._last_sums: tuple[tuple[frozenset[int], bool], BitSums] | None = None  # arguments and result
@@ -182,6 +186,7 @@ class Binding:
         logger.debug("rank %d owns %d of %d parameters, %d buckets", me, held, len(params), buckets)
 
     def _new_sync(self) -> ParameterSync:
+        """Build what sends and receives the plan's buckets; with ``as_views``, move parameters into flat storage."""
         plan, params, order = self.plan, self._table.params, self.plan.buckets
         if not self._as_views:
             return ParameterSync(self._ranks, PackedStorage(params), params, self.digest, order)
@@ -252,12 +257,12 @@ class Binding:
     # Memory
 
     def sums_at_rest(self, among: frozenset[int], on_host: bool, but: Collection[int] = ()) -> BitSums:
-        """Sums over the memory of parameters that are not in flight, keyed by the first parameter of each run.
+        """Checksums of the memory of parameters that are not in flight, keyed by the first parameter of each run.
 
         A run is contiguous memory of parameters that follow each other; a large parameter is a run of its own.
 
         Args:
-            among: the parameters.
+            among: the parameters to include, by index.
             on_host: leave out parameters on an accelerator.
             but: leave out runs with these keys.
         """
@@ -298,6 +303,7 @@ class Binding:
         return runs
 
     def _find_memory(self, bucket: Bucket) -> "_BucketMemory":
+        """Find the runs of memory of a bucket's parameters, and remember them until the binding is made again."""
         blocks = self.sync.storage.blocks_of(bucket)
         runs = [(params, SummedMemory(memory)) for block in blocks for params, memory in block.runs(LARGE_BYTES)]
         members = frozenset(index for segment in bucket.segments for index in segment.params)
@@ -552,6 +558,7 @@ class Shard:
         self.changes.abandon()
 
     def _bind(self) -> None:
+        """Derive from the plan what the local step needs: each bucket's parameters here, their devices and labels."""
         targets = self.targets
         targets.follow_memory()
         buckets, me = self.plan.buckets, self.comm.group_rank

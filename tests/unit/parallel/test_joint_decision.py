@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.ranks import StepFailedElsewhereError
-from ddp_zero.core.local.given_options import digest_of
+from ddp_zero.core.local.loop_options import digest_of
 from ddp_zero.core.step.clipping import GradientStats, NonfiniteGradient
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,

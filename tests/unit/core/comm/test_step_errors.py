@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_zero.core.comm.ranks import BLOCK_BYTES, decode, encode
-from ddp_zero.core.local.given_options import OptionsSummary
+from ddp_zero.core.local.loop_options import OptionsSummary
 
 
 @pytest.mark.parametrize("text", ["", "KeyError: 'a'", "ValueError: größer", "two\nlines"])
