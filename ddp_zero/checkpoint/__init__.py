@@ -262,7 +262,9 @@ def write(
             folder.write_text(unfinished / folder.part_name(rank), encode_part(text, spans))
         with Agreement(peers, "completing a checkpoint"), by_rank(peers.name(rank), _MEND):
             if rank == 0:  # reads all parts as a load does, and writes the index for other tools
-                texts = (folder.read_text(unfinished / folder.part_name(one)) for one in range(peers.world_size))
+                texts = (
+                    folder.read_text(unfinished / folder.part_name(part_rank)) for part_rank in range(peers.world_size)
+                )
                 marker = folder.Marker(step, tuple(map(folder.digest_of, texts)))
                 write_dcp_metadata(unfinished, SavedCheckpoint.read(unfinished, marker).as_tree())
                 published = folder.publish(unfinished, marker, keep).name

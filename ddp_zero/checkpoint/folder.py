@@ -21,7 +21,7 @@ from ddp_zero.tools.files import COPY_AGAIN, LOAD_EARLIER, open_regular, written
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
 _VERSION = 4
-_NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
+_NAME = re.compile(r"step-(?P<step>[0-9]{8,18})(?:-(?P<save>[0-9]{1,6}))?")
 _UNFINISHED = re.compile(r"\.step-[0-9]{8,18}-[0-9a-f]{16}")
 LARGEST_TEXT = 1 << 28
 
@@ -43,7 +43,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 def next_step(root: Path) -> int:
     """One more than the highest number of a complete checkpoint in the folder; 1 if it contains none."""
-    return max((_order(path)[0] for path in complete_in(root)), default=0) + 1
+    return max((step for step, _ in map(_step_and_save, complete_in(root))), default=0) + 1
 
 
 def start_next(root: Path, step: int | None, keep: int | None, creates: bool) -> str:
@@ -92,15 +92,16 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     # complete or invisible
     write_text(unfinished / MARKER, marker_text(marker))
     sync_folder(unfinished)
-    matches = [match for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-    again = 1 + max((int(match[2] or 0) for match in matches if int(match[1]) == marker.step), default=-1)
-    name = f"step-{marker.step:08d}" + (f"-{again}" if again else "")  # a later save of the same step sorts last
+    places = [_step_and_save(path) for path in root.iterdir() if _NAME.fullmatch(path.name)]
+    save = 1 + max((save for step, save in places if step == marker.step), default=-1)
+    name = f"step-{marker.step:08d}" + (f"-{save}" if save else "")  # a later save of the same step sorts last
     unfinished.rename(root / name)
     sync_folder(root)
     others = [path for path in complete_in(root) if path.name != name]
     # only now, with the new checkpoint on disk; hidden first: after a kill in between, the next save removes the rest
     for path in others[: max(0, len(others) - keep + 1)] if keep is not None else []:
-        _discard(path.rename(root / _hidden_name(_order(path)[0])))
+        step, _ = _step_and_save(path)
+        _discard(path.rename(root / _hidden_name(step)))
     return root / name
 
 
@@ -158,7 +159,7 @@ def complete_in(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=_order)
+    return sorted(found, key=_step_and_save)
 
 
 def newest(path: Path) -> Path:
@@ -213,11 +214,11 @@ def read_text(path: Path) -> str:
         raise ValueError(f"Expected UTF-8 text in {path}, got: {error}. {COPY_AGAIN} [ZERO-622]") from error
 
 
-def _order(path: Path) -> tuple[int, int]:
-    """The step in a name, and the index of the save among all saves of that step."""
+def _step_and_save(path: Path) -> tuple[int, int]:
+    """The step in a checkpoint's name, and the index of the save among all saves of that step; its order by age."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
-    return int(match[1]), int(match[2] or 0)
+    return int(match["step"]), int(match["save"] or 0)
 
 
 def part_name(rank: int) -> str:

@@ -8,7 +8,7 @@ A rank's *part* is its rows and a few other values; see `ddp_zero.checkpoint.ten
 an untrusted source: everything is checked before use, and nothing is unpickled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -50,9 +50,11 @@ class Row(NamedTuple):
     def of(cls, columns: Sequence[Any]) -> "Row":
         """A row of these columns; TypeError for anything else, as from an untrusted source."""
         row = cls(*columns)
-        place = (row.shape or (), row.stride or (), row.offsets)
+        tuples = (row.shape or (), row.stride or (), row.offsets)
         are_typed = type(columns) is tuple and type(row.name) is str and type(row.key) in (str, int, NoneType)
-        if not are_typed or any(type(one) is not tuple or any(type(n) is not int for n in one) for one in place):
+        if not are_typed or any(
+            type(numbers) is not tuple or any(type(n) is not int for n in numbers) for numbers in tuples
+        ):
             raise TypeError(f"damaged rows: {columns!r:.200}")
         return row
 
@@ -163,57 +165,80 @@ def capture(
     parts of the model, ``layout`` gives the writers of each value.
     """
     rank, live, state = peers.group_rank, view.live, view.state
-    # the parameters, or parts, of which this rank writes value and state
-    holdings = {} if state is None else {view.names[index]: one for index, one in state.holdings(peers).items()}
-    params = {name: one for name, one in live.entries.items() if isinstance(one, nn.Parameter)}
-    buffers = [name for name in live.entries if name not in params]
-    if layout is None:
-        spread = sorted(params.keys() - {*view.names})
-        owners = partition_greedy([params[name].nbytes for name in spread], peers.world_size) if spread else []
-        mine = {*holdings, *(name for name, owner in zip(spread, owners, strict=True) if owner == rank)}
-        mine = mine.union(buffers if rank == 0 else ())
-        hosts = set(holdings)
-    else:
-        mine, hosts = layout.written_by(rank), layout.whole_states_of(rank)
     # state of a value that is not there would have no shape of the whole to be joined to, and is never loaded
+    params = {name: value for name, value in live.entries.items() if isinstance(value, nn.Parameter)}
     frozen = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
-    stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
-    rows = list[Row]()
-    births = dict[str, tuple[int, int]]()
-    values = live.values()
-    for name, held in live.entries.items():
-        one = holdings.get(name)
-        is_mine = name in mine and name not in frozen
-        own = {} if one is None or one.state is None else one.state
-        if odd := [key for key in own if type(key) not in (str, int)]:
-            raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
-        is_host = is_mine
-        if name in stepped_whole:  # its state, but for masters, which are of parts, is one rank's
-            is_host = name in hosts and name not in frozen
-            rows += [Row(name, key, value) for key, value in own.items() if is_host and key != MASTER_KEY]
-            own = {key: value for key, value in own.items() if key == MASTER_KEY}
-        if is_host and one is not None and one.state is not None:
-            births[name] = one.birth
-        if is_mine:
-            rows += rows_of(name, held, own, values[name].shape, live.chunk(name), None if one is None else one.part)
+    rows, births = _rows_of_rank(view, layout, peers, frozen)
     if rank != 0 and layout is None:
         return Part(rows, births, rank_extra, None)
     groups = [] if state is None else state.optimizer.param_groups
+    names_of_groups = by_group(view.names, groups)
     shared = Shared(
         optimizer=None if state is None else state.class_name,
         param_groups=[
-            {**group_options(group), "params": names}
-            for group, names in zip(groups, by_group(view.names, groups), strict=True)
+            {**group_options(group), "params": names} for group, names in zip(groups, names_of_groups, strict=True)
         ],
         other_state={} if state is None or rank != 0 else state.other_state(),
         loss_scale=None if state is None else state.scale(),
         trainable=live.trainable,
         aliases={alias: name for alias, name in live.aliases.items() if name not in frozen},
-        buffers=buffers,
+        buffers=[name for name in live.entries if name not in params],
         extra=extra if rank == 0 else None,
         excludes_frozen=exclude_frozen,
     )
     return Part(rows, births, rank_extra, shared)
+
+
+def _rows_of_rank(
+    view: View, layout: Layout | None, peers: Peers, frozen: Collection[str]
+) -> tuple[list[Row], dict[str, tuple[int, int]]]:
+    """The rows that this rank writes, without those of ``frozen`` values; and births of states, by parameter name."""
+    live, state = view.live, view.state
+    # the parameters, or parts, of which this rank writes value and state
+    holdings = {}
+    if state is not None:
+        holdings = {view.names[index]: holding for index, holding in state.holdings(peers).items()}
+    written, whole_states = _values_to_write(view, layout, peers, holdings)
+    stepped_whole = set() if state is None else {view.names[index] for index in state.table.wholes}
+    rows = list[Row]()
+    births = dict[str, tuple[int, int]]()
+    values = live.values()
+    for name, local_value in live.entries.items():
+        holding = holdings.get(name)
+        saved_state = {} if holding is None or holding.state is None else holding.state
+        if odd := [key for key in saved_state if type(key) not in (str, int)]:
+            raise TypeError(f"Expected str or int keys in the state of {name!r}, got {odd[0]!r}. [ZERO-611]")
+        if name in frozen:
+            continue
+        writes_state = name in written
+        if name in stepped_whole:  # its state, but for masters, which are of parts, is written by a single rank
+            writes_state = name in whole_states
+            if writes_state:
+                rows += [Row(name, key, value) for key, value in saved_state.items() if key != MASTER_KEY]
+            saved_state = {key: value for key, value in saved_state.items() if key == MASTER_KEY}
+        if writes_state and holding is not None and holding.state is not None:
+            births[name] = holding.birth
+        if name in written:
+            part = None if holding is None else holding.part
+            rows += rows_of(name, local_value, saved_state, values[name].shape, live.chunk(name), part)
+    return rows, births
+
+
+def _values_to_write(
+    view: View, layout: Layout | None, peers: Peers, holdings: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Names of the values that this rank writes, and names of the parameters of which it writes the whole's state."""
+    rank, entries = peers.group_rank, view.live.entries
+    if layout is not None:
+        return layout.written_by(rank), layout.whole_states_of(rank)
+    params = {name: value for name, value in entries.items() if isinstance(value, nn.Parameter)}
+    in_no_optimizer = sorted(params.keys() - {*view.names})
+    nbytes = [params[name].nbytes for name in in_no_optimizer]
+    owners = partition_greedy(nbytes, peers.world_size) if in_no_optimizer else []
+    written = {*holdings, *(name for name, owner in zip(in_no_optimizer, owners, strict=True) if owner == rank)}
+    if rank == 0:
+        written |= entries.keys() - params.keys()  # buffers
+    return written, set(holdings)
 
 
 # All parts as one checkpoint
@@ -272,14 +297,14 @@ class SavedCheckpoint:
     def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
         """As `open`, for a folder and its marker, which may not have been written yet."""
         parts = [Part.read(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
-        stated = [part.shared for part in parts if part.shared is not None]
-        if not parts or parts[0].shared is None or len(stated) not in (1, len(parts)):
+        shared_of_ranks = [part.shared for part in parts if part.shared is not None]
+        if not parts or parts[0].shared is None or len(shared_of_ranks) not in (1, len(parts)):
             raise ValueError(
                 "Groups and options must be in the part of rank 0, or in all parts; they are missing or repeated in "
                 f"{folder}. {LOAD_EARLIER} [ZERO-624]"
             )
         model, state = _join(parts, folder)
-        shared = _join_shared(stated, model)
+        shared = _join_shared(shared_of_ranks, model)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(
@@ -330,15 +355,15 @@ class SavedCheckpoint:
 def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str, State]]:
     """The values of a model, and states in the order of their births, from the parts of all ranks."""
     births: dict[str, tuple[int, int]] = {}
-    found: dict[tuple[str, Any], list[tuple[int, Row]]] = {}
+    rows_of_value: dict[tuple[str, Any], list[tuple[int, Row]]] = {}
     for rank, part in enumerate(parts):
         for name, birth in part.births.items():
             births[name] = min(birth, births.get(name, birth))
         for row in part.rows:
-            found.setdefault((row.name, row.key), []).append((rank, row))
+            rows_of_value.setdefault((row.name, row.key), []).append((rank, row))
     model: dict[str, Any] = {}
     state: dict[str, State] = {name: {} for name in sorted(births, key=births.__getitem__)}
-    for (name, key), items in found.items():
+    for (name, key), items in rows_of_value.items():
         try:
             (model if key is None else state[name])[name if key is None else key] = _one_value(
                 [row for _, row in items]
@@ -355,21 +380,23 @@ def _join(parts: Sequence[Part], folder: Path) -> tuple[dict[str, Any], dict[str
     return model, state
 
 
-def _join_shared(stated: Sequence[Shared], model: Mapping[str, Any]) -> Shared:
+def _join_shared(shared_of_ranks: Sequence[Shared], model: Mapping[str, Any]) -> Shared:
     """Shared values of all ranks as one: groups of equal options are merged; a name of any rank's value is no alias."""
-    if len(stated) == 1:
-        return stated[0]
+    if len(shared_of_ranks) == 1:
+        return shared_of_ranks[0]
     groups: dict[str, dict[str, Any]] = {}
-    for group in (group for one in stated for group in one.param_groups):
+    for group in (group for shared in shared_of_ranks for group in shared.param_groups):
         options = dict(sorted({**group, "params": None}.items()))  # each rank gave them in an order of its own
         joined = groups.setdefault(repr(_content(options)), {**group, "params": []})
         joined["params"] = list(dict.fromkeys([*joined["params"], *group["params"]]))
     return replace(
-        stated[0],
+        shared_of_ranks[0],
         param_groups=list(groups.values()),
-        trainable=list(dict.fromkeys(name for one in stated for name in one.trainable)),
-        aliases={alias: name for one in stated for alias, name in one.aliases.items() if alias not in model},
-        buffers=list(dict.fromkeys(name for one in stated for name in one.buffers)),
+        trainable=list(dict.fromkeys(name for shared in shared_of_ranks for name in shared.trainable)),
+        aliases={
+            alias: name for shared in shared_of_ranks for alias, name in shared.aliases.items() if alias not in model
+        },
+        buffers=list(dict.fromkeys(name for shared in shared_of_ranks for name in shared.buffers)),
     )
 
 
@@ -391,12 +418,12 @@ def _one_value(rows: Sequence[Row]) -> Any:
     if len({(row.shape, row.stride, row.value.spec.dtype) for row in rows}) > 1:
         raise ValueError("several shapes or dtypes")
     whole = check_spec(replace(first.value.spec, shape=first.shape, stride=first.stride))
-    pieces = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
-    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in pieces):
+    spans_of_chunks = [(Chunk(row.offsets, row.value.spec.shape), row.value.span) for row in rows]
+    if any({len(chunk.offsets), len(chunk.sizes)} != {len(whole.shape)} for chunk, _ in spans_of_chunks):
         raise ValueError("other numbers of dimensions")
-    if (wrong := Chunk.fault(whole.shape, [chunk for chunk, _ in pieces])) is not None:
-        raise ValueError(wrong)
-    return StoredTensor(whole, tuple(pieces))
+    if (fault := Chunk.fault(whole.shape, [chunk for chunk, _ in spans_of_chunks])) is not None:
+        raise ValueError(fault)
+    return StoredTensor(whole, tuple(spans_of_chunks))
 
 
 def stored_of(raw: RawTensor) -> StoredTensor:

@@ -112,8 +112,8 @@ class StoredTensor:
         if chunk.sizes == self.spec.shape:
             return self
         spec = replace(self.spec, shape=chunk.sizes, stride=None)
-        here = [(one.seen_from(chunk.offsets), span) for one, span in self.chunks if one.overlap(chunk)]
-        return StoredTensor(spec, tuple(here))
+        overlapping = [(stored, span) for stored, span in self.chunks if stored.overlap(chunk)]
+        return StoredTensor(spec, tuple((stored.seen_from(chunk.offsets), span) for stored, span in overlapping))
 
 
 def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -139,7 +139,7 @@ def stored_in(tree: Tree) -> list[StoredTensor]:
 
 
 def total_bytes(stored: Iterable[StoredTensor]) -> int:
-    return sum(one.nbytes for one in stored)
+    return sum(tensor.nbytes for tensor in stored)
 
 
 # A tree as JSON, with the places of its tensors
@@ -293,9 +293,9 @@ def verify(
 
     ``share``: the pieces that this rank checks, of all from the largest on; ``shows`` shows the progress.
     """
-    mine = sorted(as_written(tensors), key=lambda one: -one.nbytes)[share]
-    with showing(f"checking {folder.name}", total_bytes(mine), shows):
-        for piece in sorted(mine, key=lambda one: (one.span.file, one.span.offset)):
+    checked_here = sorted(as_written(tensors), key=lambda piece: -piece.nbytes)[share]
+    with showing(f"checking {folder.name}", total_bytes(checked_here), shows):
+        for piece in sorted(checked_here, key=lambda piece: (piece.span.file, piece.span.offset)):
             try:
                 for _ in pieces(folder, piece):
                     pass

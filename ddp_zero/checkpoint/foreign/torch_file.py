@@ -189,10 +189,10 @@ def _read_archive(file: BinaryIO, name: str) -> Archive:
         if len(entries) > _MOST_RECORDS:
             raise ValueError(f"Expected at most {_MOST_RECORDS} records, got {len(entries)}. [ZERO-619]")
         root = entries[0].filename.partition("/")[0] if entries else ""
-        found: dict[str, zipfile.ZipInfo] = {}
+        entry_of: dict[str, zipfile.ZipInfo] = {}
         for entry in entries:
             inner = entry.filename.removeprefix(f"{root}/")
-            if inner in found or inner == entry.filename:
+            if inner in entry_of or inner == entry.filename:
                 raise ValueError(
                     f"Expected records below one folder, each once, got {entry.filename!r:.200}. [ZERO-621]"
                 )
@@ -201,16 +201,16 @@ def _read_archive(file: BinaryIO, name: str) -> Archive:
                 raise ValueError(
                     f"Expected records as they are, got {entry.filename!r:.200} compressed or encrypted. [ZERO-619]"
                 )
-            found[inner] = entry
-        if "data.pkl" not in found or found["data.pkl"].file_size > _LARGEST_PICKLE:
+            entry_of[inner] = entry
+        if "data.pkl" not in entry_of or entry_of["data.pkl"].file_size > _LARGEST_PICKLE:
             raise ValueError(f"Expected a record data.pkl of at most {_LARGEST_PICKLE} bytes, got none. [ZERO-621]")
-        order = found.get("byteorder")
+        order = entry_of.get("byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
             raise ValueError("Expected bytes in little-endian order, got a different order. [ZERO-619]")
-        program = archive.read(found["data.pkl"])
+        program = archive.read(entry_of["data.pkl"])
     storages = {
         inner.removeprefix("data/"): Record(name, _offset(file, entry, size), entry.file_size, entry.CRC)
-        for inner, entry in found.items()
+        for inner, entry in entry_of.items()
         if inner.startswith("data/")
     }
     return Archive(program, storages)
