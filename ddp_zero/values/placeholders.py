@@ -72,8 +72,9 @@ class Arrival(Protocol):
 
 _arrivals: dict[int, Arrival] = {}  # by id of a live tensor
 
-without_waiting = torch._C.DisableTorchFunctionSubclass
-"""A context in which nothing waits: for code that inspects many parameters but reads no values."""
+not_awaiting_params = torch._C.DisableTorchFunctionSubclass
+"""A context in which uses of parameters do not wait until these are received: for code that reads addresses, versions,
+flags or gradients of many parameters, but no values."""
 
 
 class Awaited:
@@ -88,12 +89,12 @@ class Awaited:
         """Wait for every awaited argument, then call the function."""
         kwargs = kwargs or {}
         if func in _READS_NO_VALUES:
-            with without_waiting():
+            with not_awaiting_params():
                 return func(*args, **kwargs)
         for tensor in among(Awaited, [args, kwargs]):
             wait_for(tensor)
         if any(True for _ in among(Awaited, [args, kwargs])):  # there for this stream, but not for all yet
-            with without_waiting():
+            with not_awaiting_params():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -104,7 +105,7 @@ class Awaited:
         own: Any = self
         if is_for_parameter:  # of its own type now
             return Tensor._make_subclass(type(own), own)
-        with without_waiting():
+        with not_awaiting_params():
             return Tensor.detach(own)
 
     def as_subclass(self, kind: type) -> Any:

@@ -40,7 +40,7 @@ from ddp_zero.core.ddp.reducer import (
 from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import without_waiting
+from ddp_zero.values.placeholders import not_awaiting_params
 
 
 class ReducedBucket(BucketGradients):
@@ -279,7 +279,7 @@ class DdpBuckets:
         if self._is_final:
             self._places.note_published()
         if was_consumed:
-            with without_waiting():
+            with not_awaiting_params():
                 # stepped, but for those that no rank has used: a graph over these is still good
                 increment_version([param for param in self._unused_here if param.grad is not None])
         self.drop()
@@ -427,7 +427,7 @@ class PlacesInBuckets:
         self._viewed: list[int] = []  # parameters
         self._views: list[Tensor] = []  # of these
         self._addresses: list[int] = []  # of the views
-        with without_waiting():
+        with not_awaiting_params():
             self._strides = [(name, param, param.stride()) for name, param in self._params]
 
     def note_published(self) -> None:
@@ -449,7 +449,7 @@ class PlacesInBuckets:
                 "average stale values of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the "
                 "model again, and call opt.reset() and opt.attach(model). [ZERO-321]"
             )
-        with without_waiting():
+        with not_awaiting_params():
             for name, param, before in self._strides:
                 if (strides := param.stride()) != before:
                     return (

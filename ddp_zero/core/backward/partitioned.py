@@ -46,7 +46,7 @@ from ddp_zero.core.ddp.registered_hook import CommHook
 from ddp_zero.core.local.compiler import never_compiled
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import AbsentGradient, without_waiting
+from ddp_zero.values.placeholders import AbsentGradient, not_awaiting_params
 
 _GRAD, _PART = attrgetter("grad"), attrgetter("part")
 _ABSENT = {AbsentGradient, type(None)}
@@ -119,12 +119,12 @@ class PartitionedGradients(Gradients):
             grads += bucket.gradients(owned)
             exact += map(bucket.in_accumulation_dtype, owned) if bucket.is_wide else repeat(None, len(owned))
         self._visible.show_all(indices, grads, exact)
-        with without_waiting():
+        with not_awaiting_params():
             self._hide(was_consumed=False)
 
     def publish(self, was_consumed: bool) -> None:
         """Show `AbsentGradient` where a step has used sums up; else `finish_reductions` has shown them."""
-        with without_waiting():
+        with not_awaiting_params():
             if was_consumed:
                 self._buckets.used = self.source.used_anywhere()
                 self._count_changes()
@@ -208,7 +208,7 @@ class PartitionedGradients(Gradients):
 
     def _leave(self) -> None:
         """Leave the gradients of an interrupted pass as DDP does, and mark those that were sent to their owners."""
-        with without_waiting():
+        with not_awaiting_params():
             self.source.abandon()
             self._visible.mark_interrupted({index for bucket in self._buckets.started() for index in bucket.indices})
         self._buckets.forget()

@@ -40,7 +40,7 @@ from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.plan.ownership import describe_owners
 from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.values.parts import part_of
-from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, without_waiting
+from ddp_zero.values.placeholders import AbsentGradient, absent_gradient, not_awaiting_params
 from ddp_zero.values.shapes import Part
 
 _GRAD, _ZEROED = attrgetter("grad"), attrgetter("zeroed")
@@ -548,7 +548,7 @@ class SummedGradients(WholeGradients):
     def publish(self, was_consumed: bool) -> None:
         """Show the sums, and remember that they are averages."""
         super().publish(was_consumed)
-        with without_waiting():
+        with not_awaiting_params():
             self.finish_reductions(has_joined=False)
             for index in self._summed:
                 self._visible.keep_published(index)
@@ -581,7 +581,7 @@ class SummedGradients(WholeGradients):
     def _leave(self) -> None:
         """An exception has ended the pass: leave sums without a new gradient, and mark the others."""
         carried, params = self.carried, self._shard.table.params
-        with without_waiting():
+        with not_awaiting_params():
             for index in [index for index in carried if params[index].grad is None]:
                 params[index].grad = carried.pop(index).to(params[index].dtype)
             self._visible.mark_interrupted(())

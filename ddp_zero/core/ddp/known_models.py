@@ -20,7 +20,7 @@ from ddp_zero.core.ddp.reducer import (
     reduced_parameters,
     registered_hooks,
 )
-from ddp_zero.values.placeholders import without_waiting
+from ddp_zero.values.placeholders import not_awaiting_params
 
 
 class KnownModels:
@@ -131,7 +131,7 @@ class _WrappedModel:
     def find_converted(self) -> str | None:
         """Name of a parameter that no longer accumulates gradients where DDP waits for them, or None."""
         alive = ((name, was(), node) for name, (was, node) in self._wrapped.items())
-        with without_waiting():
+        with not_awaiting_params():
             return next((name for name, param, node in alive if _accumulates_elsewhere(param, node)), None)
 
 

@@ -38,7 +38,7 @@ from torch.distributed import BuiltinCommHookType, GradBucket, Logger, Reducer  
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.local.compiler import never_compiled
-from ddp_zero.values.placeholders import without_waiting
+from ddp_zero.values.placeholders import not_awaiting_params
 from ddp_zero.values.shapes import Part, layout_of
 
 
@@ -277,7 +277,7 @@ def _buckets_of(ddp: DistributedDataParallel) -> list[GradBucket]:
 @contextmanager
 def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
     params = list(ddp.module.parameters())
-    with without_waiting():
+    with not_awaiting_params():
         # or the reducer would copy them into its new buckets, of which no memory may be there
         grads = [param.grad for param in params]
         for param in params:
@@ -332,7 +332,7 @@ def replace_reducer(ddp: DistributedDataParallel, reducer: Any) -> None:
     """As `put_reducer`, and release DDP's own, which lives, with its memory, as long as anything else refers to it."""
     if gradients_are_views(ddp):
         memory = {storage.data_ptr() for storage in bucket_memory(ddp)}
-        with without_waiting():
+        with not_awaiting_params():
             for _, param in in_buckets(ddp):
                 grad = param.grad
                 # also of a model that has not run: DDP's constructor moves gradients that are there into its buckets
@@ -509,7 +509,7 @@ def bucket_caps(ddp: DistributedDataParallel) -> list[int] | None:
 
 def accumulating_node(param: Tensor) -> Node:
     """The node that accumulates a parameter's gradient, of whatever type the parameter is."""
-    with without_waiting():
+    with not_awaiting_params():
         return get_gradient_edge(param).node
 
 

@@ -36,7 +36,7 @@ from ddp_zero.core.step.rank_shard import Shard
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.runner import build_runner
 from ddp_zero.options import StepOptions
-from ddp_zero.values.placeholders import on_this_rank, report_nonfinite, without_waiting
+from ddp_zero.values.placeholders import not_awaiting_params, on_this_rank, report_nonfinite
 
 
 class Engine:
@@ -153,7 +153,7 @@ class Engine:
         self.take_due_step()
         if (hook := self.attachment.hook) is not None:
             hook.machine.check_confirmed("opt.zero_grad()")
-        with without_waiting() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
+        with not_awaiting_params() if drops else nullcontext():  # zeroing must reach `AbsentGradient`
             yield
         self._forget_gradients()
 
@@ -178,7 +178,7 @@ class Engine:
         self.runner.record_step(
             StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
         )
-        with without_waiting():
+        with not_awaiting_params():
             for param in self.shard.table.params:
                 param.grad = None
         self._forget_gradients()

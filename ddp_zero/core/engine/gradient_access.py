@@ -15,7 +15,7 @@ from ddp_zero.core.ddp.unaveraged import check_equal, check_finalized, check_red
 from ddp_zero.core.engine.attachment import CHANGED, Attachment
 from ddp_zero.core.step.clipping import TwoPhase, clip_gradients
 from ddp_zero.core.step.decision import Decision
-from ddp_zero.values.placeholders import AbsentGradient, on_this_rank, without_waiting
+from ddp_zero.values.placeholders import AbsentGradient, not_awaiting_params, on_this_rank
 
 
 class GradientAccess:
@@ -229,7 +229,7 @@ class GradientAccess:
         if not self.may_have_absent:
             return
         table, comm = self._shard.table, self._shard.comm
-        with without_waiting():
+        with not_awaiting_params():
             grads = [param.grad for param in table.params]
             wrong = next((index for index, grad in enumerate(grads) if is_unknown(grad)), None)
         if wrong is not None:
@@ -243,7 +243,7 @@ class GradientAccess:
 
     def are_all_zeros(self) -> bool:
         """True if all gradients are zeros set without a pass: torch.distributed.checkpoint steps so to create state."""
-        with without_waiting():
+        with not_awaiting_params():
             grads = [param.grad for param in self._shard.table.params if param.grad is not None]
             return not self._attachment.passes.has_seen and not any(
                 not grad.zeroed if isinstance(grad, AbsentGradient) else bool(grad.any()) for grad in grads

@@ -40,7 +40,7 @@ from ddp_zero.core.plan.shard_plan import ParameterSpec
 from ddp_zero.options import PARALLEL_KEYS
 from ddp_zero.values.live_model import LiveModel
 from ddp_zero.values.parts import narrow_value, part_of
-from ddp_zero.values.placeholders import AbsentGradient, on_its_owner, without_waiting
+from ddp_zero.values.placeholders import AbsentGradient, not_awaiting_params, on_its_owner
 from ddp_zero.values.shapes import Part, is_dense, shape_of
 from ddp_zero.values.tree import as_bytes
 
@@ -228,7 +228,7 @@ class ParameterTable:
 
     def check_gradients(self) -> None:
         """Refuse sparse gradients, on every rank and before anything is sent; NotImplementedError naming the first."""
-        with without_waiting():
+        with not_awaiting_params():
             layouts = {*map(getattr, map(_GRAD, self.params), repeat("layout"), repeat(torch.strided))}
         if layouts == {torch.strided}:
             return
@@ -504,7 +504,7 @@ class Masters(dict[int, Tensor]):
 
     def _current_versions(self) -> tuple[list[int], list[int], list[int]]:
         """The parameters with a master, by index, with their versions and addresses."""
-        with without_waiting():
+        with not_awaiting_params():
             params = [*map(self.table.params.__getitem__, self)]
             return [*self], [*map(_VERSION, params)], [*map(Tensor.data_ptr, params)]
 

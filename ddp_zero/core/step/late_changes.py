@@ -25,7 +25,7 @@ from ddp_zero.core.local.memory import LINES, BitSums, MovingMemory
 from ddp_zero.core.local.weak_calls import weakly
 from ddp_zero.core.step.coupling import is_checked_step
 from ddp_zero.core.step.rank_shard import Shard
-from ddp_zero.values.placeholders import AbsentGradient, without_waiting
+from ddp_zero.values.placeholders import AbsentGradient, not_awaiting_params
 
 _REMEDY = (
     "Make such changes before backward() or after opt.step(), or in every iteration from the first one on or "
@@ -80,7 +80,7 @@ class LateChanges:
             None if is_checked_step(self._step_number) or torch.is_anomaly_enabled() else self._step_number % LINES
         )
         self.is_at_rest = False
-        with without_waiting(), torch.no_grad():
+        with not_awaiting_params(), torch.no_grad():
             params = shard.table.params
             grads = [*map(_GRAD, params)]
             kinds = self._kinds
@@ -130,7 +130,7 @@ class LateChanges:
         """
         if self._gradients is None:
             return None
-        with without_waiting():
+        with not_awaiting_params():
             return self._gradients.first_changed(self._shard.table.params)
 
     def first_change(self) -> str | None:
@@ -216,7 +216,7 @@ class LateChanges:
         is_unchanged = (self._changed_tensor() or self._changed_value()) is None
         yield
         if is_unchanged:
-            with without_waiting():  # for parameters that are being received
+            with not_awaiting_params():  # for parameters that are being received
                 self._marks = self._current_marks()
                 self._sums = self._current_sums()
 
@@ -226,7 +226,7 @@ class LateChanges:
         index = self.changed_gradient()
         if index is not None:
             return f"the gradient of {self._shard.table.label(index)}"
-        with without_waiting():
+        with not_awaiting_params():
             now = self._current_marks()
         if now == self._marks:
             return None
@@ -284,7 +284,7 @@ class LateChanges:
         """The sums of this step over parameters; over those on an accelerator only if everything is read."""
         if not self._noted_indices:
             return _NO_SUMS
-        with without_waiting(), torch.no_grad():
+        with not_awaiting_params(), torch.no_grad():
             memory = self._shard.binding.sums_at_rest(self._noted_indices, self._line is not None, but)
             return _BitSumsNow.now(memory, self._line)
 

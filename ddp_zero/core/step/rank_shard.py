@@ -38,7 +38,7 @@ from ddp_zero.core.step.state_changes import StateChanges
 from ddp_zero.core.step.state_moves import agree_on_moves, migrate_state
 from ddp_zero.core.step.state_order import State, StateOrder
 from ddp_zero.values.parts import check_can_be_cut, run_of
-from ddp_zero.values.placeholders import on_this_rank, without_waiting
+from ddp_zero.values.placeholders import not_awaiting_params, on_this_rank
 from ddp_zero.values.shapes import Part, is_dense
 
 BUCKET_CAP_BYTES = 25 << 20
@@ -224,7 +224,7 @@ class Binding:
         """The strides of all parameters, by index, without waiting for those in flight; empty if none can be cut."""
         if not self.partition.cuts:
             return []
-        with without_waiting():
+        with not_awaiting_params():
             return [*map(Tensor.stride, self._table.params)]
 
     def owned_parts(self, rank: GroupRank | None = None) -> Mapping[int, Part]:
@@ -450,7 +450,7 @@ class Shard:
 
         Parameters count whole, gradients only their part on this rank.
         """
-        with without_waiting():
+        with not_awaiting_params():
             params = list(self.table.params)
             grads = [param.grad for param in params if param.grad is not None]
             return {
