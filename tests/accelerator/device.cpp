@@ -117,7 +117,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     static PinnedAllocator allocator;
     return &allocator;
   }
-  c10::Device getDeviceFromPtr(void*) const override { return c10::Device(kDevice, c10::DeviceIndex(current_device)); }
+  c10::Device getDeviceFromPtr(void* memory) const override {
+    return c10::Device(kDevice, c10::DeviceIndex(engine().device_at(memory)));
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override { resize_storage(storage, size); }
 };
 
@@ -158,7 +160,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(device, std::exchange(current_stream(device), int(other.id())));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag) const override {
+    TORCH_CHECK(device < 0 || device == stream.device_index(), "Expected a stream of the event's device ", int(device),
+                ", got one of device ", int(stream.device_index()));  // as CUDA does
     if (*event == nullptr) *event = new Moment();
     *static_cast<Moment*>(*event) = engine().record(int(stream.id()));
   }
@@ -577,6 +581,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", [](int devices, bool late, const std::string& library) {
     Engine::get().configure(devices, late, library);
   });
+  m.def("train_on", [](int device) { Engine::get().train_on(device); }, "work on other devices is a fault from now on");
   m.def("device_count", [] { return Engine::get().devices(); });
   m.def("current_device", [] { return current_device; });
   m.def("set_device", [](int device) { Guard().setDevice(c10::Device(kDevice, c10::DeviceIndex(device))); });

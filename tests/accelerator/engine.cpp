@@ -26,6 +26,10 @@ uint64_t at(const Clock& clock, int stream) { return size_t(stream) < clock.size
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+void add(std::vector<std::string>& reports, const std::string& one) {
+  if (std::find(reports.begin(), reports.end(), one) == reports.end()) reports.push_back(one);
+}
+
 constexpr size_t kLeast = 512;
 
 bool is_aside() {  // of training, which has the main thread and autograd's
@@ -88,6 +92,7 @@ void Engine::configure(int devices, bool late, std::string library) {
   late_ = late;
   library_ = std::move(library);
   drop_what_.clear();
+  home_ = -1;
   in_use_.resize(devices);
   most_.resize(devices);
   for (Stream& stream : streams_) stream.trains = false;
@@ -109,6 +114,7 @@ ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Spa
                       Work kind, std::function<std::string()> missing) {
   const Place place = here(what);
   const bool aside = is_aside();
+  check_home(device_of(stream), what);
   std::lock_guard<std::mutex> lock(mutex_);
   throw_failure();
   auto [entry, is_new] = site_numbers_.try_emplace(place.text, int(sites_.size()));
@@ -123,12 +129,12 @@ ItemPtr Engine::issue(int stream, const std::string& what, const std::vector<Spa
   if (to.clock.size() <= size_t(stream)) to.clock.resize(stream + 1);
   ++to.clock[stream];
   auto item = std::make_shared<Item>();
+  item->kind = kind;
   std::vector<std::string> unless_stuck;
   for (const Span& span : spans) {
     if (span.end > span.begin) check(stream, span, entry->second, item, aside, unless_stuck);
   }
   item->what = place.text;
-  item->kind = kind;
   item->work = std::move(work);
   item->missing = std::move(missing);
   item->after = std::move(to.awaits);
@@ -155,6 +161,10 @@ void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, 
                    std::vector<std::string>& unless_stuck) {
   Block* block = find(span.begin);
   if (block == nullptr) return;
+  if (item->kind != Work::copy && block->device != streams_[stream].device) {
+    add(faults_, "device " + std::to_string(streams_[stream].device) + " uses memory of device " +
+                     std::to_string(block->device) + ": " + sites_[site]);
+  }
   const Clock& clock = streams_[stream].clock;
   auto& accesses = block->accesses;
   for (const Access& other : accesses) {
@@ -184,9 +194,7 @@ void Engine::check(int stream, const Span& span, int site, const ItemPtr& item, 
   accesses.push_back(access);
 }
 
-void Engine::report(const std::string& race) {
-  if (std::find(races_.begin(), races_.end(), race) == races_.end()) races_.push_back(race);
-}
+void Engine::report(const std::string& race) { add(races_, race); }
 
 Moment Engine::record(int stream) {
   auto item = issue(stream, "event", {}, [] {}, Work::event);
@@ -196,6 +204,7 @@ Moment Engine::record(int stream) {
 
 void Engine::wait_for(int stream, const Moment& moment) {
   if (!moment.item || drops("wait")) return;
+  check_home(device_of(stream), "wait");
   std::lock_guard<std::mutex> lock(mutex_);
   Stream& to = streams_.at(stream);
   merge(to.clock, moment.clock);
@@ -273,6 +282,7 @@ char* Engine::allocate(size_t size, int device, int stream) {
   size = (size + kLeast - 1) / kLeast * kLeast;
   const Place place = here("allocation");
   blame("allocates on the device");
+  check_home(device, "allocation");
   std::lock_guard<std::mutex> lock(mutex_);
   auto& pool = free_[{device, stream}];
   auto best = pool.end();
@@ -326,9 +336,10 @@ void Engine::record_use(const void* memory, int stream) {
   if (block != nullptr && block->stream != stream) block->recorded.push_back(stream);
 }
 
-bool Engine::owns(const void* memory) {
+int Engine::device_at(const void* memory) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return find(uintptr_t(memory)) != nullptr;
+  const Block* block = find(uintptr_t(memory));
+  return block == nullptr ? -1 : block->device;
 }
 
 int64_t Engine::allocated(int device, bool most) {
@@ -353,9 +364,14 @@ void Engine::blame(const std::string& what) {
   note_fault(place.text);
 }
 
-void Engine::note_fault(const std::string& fault) {
-  const auto text = "a thread aside of training " + fault;
-  if (std::find(faults_.begin(), faults_.end(), text) == faults_.end()) faults_.push_back(text);
+void Engine::note_fault(const std::string& fault) { add(faults_, "a thread aside of training " + fault); }
+
+void Engine::check_home(int device, const std::string& what) {
+  const int home = home_;
+  if (home < 0 || device == home) return;
+  const Place place = here(what);
+  std::lock_guard<std::mutex> lock(mutex_);
+  add(faults_, "works on device " + std::to_string(device) + ", not on " + std::to_string(home) + ": " + place.text);
 }
 
 bool Engine::trains_on(int device) {

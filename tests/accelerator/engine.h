@@ -10,8 +10,12 @@
 // Threads but the main one and autograd's stand *aside* of training. They are at fault where they may wait for work
 // that needs a peer, which may wait for them: see `Engine::blame`. A free goes to the allocator's cache and waits for
 // nothing. What a thread aside reads and a stuck stream will write later is no race: the write could not begin before.
+//
+// A process may have several devices. Once it is known on which one training is, all use of another device is a fault,
+// as a kernel on one device that uses memory of another is at any time.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -103,6 +107,7 @@ class Engine {
   int devices() const { return devices_; }
   bool is_late() const { return late_; }
   const std::string& library() const { return library_; }
+  void train_on(int device) { home_ = device; }  // on any for -1
 
   // Streams. `stream` is a number over all devices; the first ones are the devices' default streams.
   int new_stream(int device);
@@ -128,7 +133,7 @@ class Engine {
   char* allocate(size_t size, int device, int stream);
   void free(char* memory);
   void record_use(const void* memory, int stream);
-  bool owns(const void* memory);
+  int device_at(const void* memory);  // -1 if it is none of a device
   int64_t allocated(int device, bool most);
 
   // Messages of other processes: `poll` is asked by the idle executor for items that a peer waits for
@@ -151,6 +156,7 @@ class Engine {
              std::vector<std::string>& unless_stuck);
   void report(const std::string& race);
   void note_fault(const std::string& fault);
+  void check_home(int device, const std::string& what);
   void want(const ItemPtr& item);
   void make_ready(const ItemPtr& item);
   void run(const ItemPtr& item);
@@ -180,6 +186,7 @@ class Engine {
   Clock host_;
   std::string failure_, library_;
   int devices_ = 1;
+  std::atomic<int> home_{-1};
   bool late_ = false;
   bool is_running_ = false;
 };

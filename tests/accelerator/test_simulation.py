@@ -38,8 +38,8 @@ def _around(setup: Setup, body: Callable[[Setup, Any], None]) -> None:
 case = Cases(_around, device=simulation.NAME)
 
 
-def _current() -> torch.Stream:
-    return torch.accelerator.current_stream()
+def _current(device: int | None = None) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
 
 
 @case(1)
@@ -71,6 +71,59 @@ def _disjoint_bytes_are_no_race(setup: Setup, sim: Any) -> None:
     with other:
         values[49:51].fill_(3)
     assert len(sim.races()) == 1
+
+
+@case(1)
+def _devices_have_streams_and_memory_of_their_own(setup: Setup, sim: Any) -> None:
+    values = torch.ones(5000, device="sim:1")
+    values.mul_(2)
+    event = torch.Event("sim:1")
+    event.record()  # on the current stream of the current device, which is another one
+    other = torch.Stream("sim:1")
+    other.wait_event(event)
+    with other:
+        assert torch.accelerator.current_device_index() == 1
+        values.sum()
+    assert torch.accelerator.current_device_index() == 0
+    assert len(sim.races()) == 1, "the event was not behind the product"
+    with pytest.raises(RuntimeError, match="Expected a stream of the event's device 0, got one of device 1"):
+        _current(1).record_event(event)
+    place = values.data_ptr()
+    del values
+    assert torch.empty(5000, device="sim:0").data_ptr() != place
+    assert torch.empty(5000, device="sim:1").data_ptr() == place, "freed memory is handed out again, on its device"
+
+
+@case(1)
+def _use_of_another_device_than_that_of_training_is_a_fault(setup: Setup, sim: Any) -> None:
+    here, there = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")
+    sim.clear_reports()
+    torch.equal(there, here)
+    assert any("device 1 uses memory of device 0: aten::equal" in fault for fault in sim.faults()), sim.faults()
+    sim.clear_reports()
+    there.copy_(here)  # may go from one to another
+    assert sim.faults() == []
+    event = torch.Event("sim:1")
+    _current(1).record_event(event)
+    sim.train_on(1)
+    strays: dict[str, Callable[[], Any]] = {
+        "allocation": lambda: torch.empty(3, device="sim"),
+        "event": torch.Event("sim:1").record,
+        "wait": event.wait,
+        "aten::fill_": lambda: here.fill_(1),
+    }
+    for expected, work in strays.items():
+        sim.clear_reports()
+        work()
+        assert f"works on device 0, not on 1: {expected} at test_simulation.py" in " ".join(sim.faults()), expected
+    sim.clear_reports()
+    seen = list[int]()
+    weight = torch.ones(3, device="sim:1", requires_grad=True)
+    weight.register_hook(lambda grad: seen.append(torch.accelerator.current_device_index()))
+    (weight * 2).sum().backward()
+    assert seen == [1], "backward runs its hooks with the gradient's device as the current one"
+    assert sim.faults() == []
+    sim.train_on(-1)
 
 
 def _freed_in_use(keeps: bool) -> None:
