@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.snapshots import Snapshots
@@ -79,6 +80,8 @@ class Beside:
             self._ask(side, point, step)
         if point != POINTS[-1]:
             return
+        if isinstance(side.opt, ZeroRedundancyOptimizer):
+            side.opt.stats()  # reads numbers that have arrived, waits for none
         if step % world == self._setup.rank:
             self._losses.append((step, _evaluated(side, inputs)))
         if not self._joins:

@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 from unittest import mock
 
@@ -54,12 +54,14 @@ class Side:
     stream: Any = None
     averages: list[Tensor] = field(default_factory=list)
     also: "Side | None" = None
+    set_device: Callable[[], None] = lambda: None
     beside: Reference | Beside | None = None
     step_number: int = 0
     inputs: Tensor | None = None
 
     def at(self, point: str) -> None:
-        """Let what is beside training have its turn."""
+        """Set the current device, and let what is beside training have its turn."""
+        self.set_device()
         if self.beside is not None:
             assert self.inputs is not None
             self.beside.at(self, point, self.step_number, self.inputs)
@@ -410,7 +412,13 @@ def small_model(sizes: Sequence[int], dtype: torch.dtype) -> nn.Module:
 
 
 def run(
-    mode: Mode, setup: Setup, extension: Any, device: torch.device, backend: str | None = None, has_beside: bool = False
+    mode: Mode,
+    setup: Setup,
+    extension: Any,
+    device: torch.device,
+    backend: str | None = None,
+    has_beside: bool = False,
+    currents: Sequence[int] = (),
 ) -> Report:
     """Train both sides and compare them after every step.
 
@@ -421,8 +429,14 @@ def run(
         device: this rank's.
         backend: another one than the mode's.
         has_beside: do what `beside` does, too.
+        currents: devices that a script makes current, in turn, at points of its iterations; none: as the mode says.
     """
-    extension.set_device(device.index if mode.sets_device else 0)
+    turns = cycle(currents or [device.index if mode.sets_device else 0])
+
+    def set_device() -> None:
+        extension.set_device(next(turns))
+
+    set_device()
     group = dist.new_group(list(range(setup.world_size)), backend=backend or mode.backend)
     module = small_model(mode.sizes, mode.dtype).to(device)
     before = [param.detach().cpu() for param in module.parameters()]
@@ -449,10 +463,12 @@ def run(
 
     def plain_side() -> Side:
         ddp = wrapped()
-        return Side(setup, device, ddp, torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True), False)
+        return Side(
+            setup, device, ddp, torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True), False, set_device=set_device
+        )
 
     opt: Optimizer = torch.optim.AdamW(list(masters.values()) or list(ddp.parameters()), lr=LR, fused=True)
-    reference = Side(setup, device, ddp, opt, False, masters)
+    reference = Side(setup, device, ddp, opt, False, masters, set_device=set_device)
     if mode.models == 2:
         reference.also = plain_side()
     noted = Reference()
@@ -463,12 +479,12 @@ def run(
 
     extension.clear_reports()
     ddp = wrapped()
-    ours = Side(setup, device, ddp, mode.build(ddp, setup), True)
+    ours = Side(setup, device, ddp, mode.build(ddp, setup), True, set_device=set_device)
     beside = Beside(setup, noted, mode.joins) if has_beside else None
     ours.beside = beside
     if mode.models == 2:
         other = wrapped()
-        ours.also = Side(setup, device, other, mode.build(other, setup), True)
+        ours.also = Side(setup, device, other, mode.build(other, setup), True, set_device=set_device)
     found: list[list[Tensor]] = []
     first: list[tuple[str, str]] = []
     messages: list[tuple[str, int]] = []

@@ -16,7 +16,6 @@ from ddp_zero import estimate, shard_optimizer
 from ddp_zero.core.backward.scratch_bucket import ScratchBucket
 from ddp_zero.core.backward.scratch_buffers import Buffer, RunningOn, SideStream
 from tests.accelerator import page, simulation
-from tests.accelerator.beside import Found
 from tests.accelerator.modes import GROUPS, MODES, STEPS, Mode, Report, small_model
 from tests.accelerator.training import BY_NAME, loaded, train
 from tests.multiproc.harness import Cases, Setup, run_ranks
@@ -99,16 +98,16 @@ def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
     _on_ranks(world_size, _has_no_races, mode.name, is_late)
 
 
-def works_beside(setup: Setup, name: str, is_late: bool) -> Found:
-    """Train in a mode, with what is in `beside`."""
-    report = train(setup, name, is_late, has_beside=True)
+def works_beside(setup: Setup, name: str, is_late: bool, moves: bool | None = None) -> None:
+    """Train in a mode, with what is in `beside` unless ranks may end early."""
+    report = train(setup, name, is_late, has_beside=not BY_NAME[name].joins, moves=moves)
     _check(report)
     found = report.beside
-    assert found is not None
+    if found is None:
+        return
     assert not found.wrong, f"not the plain side's: {found.wrong}"
     assert set(found.refusals) <= {("after backward", code) for code in IN_A_STEP}, found.refusals
     assert sum(found.answers.values()) >= (STEPS - 1 if setup.world_size < 4 else 1)
-    return found
 
 
 _MIDDLE_BESIDE = {("stage 1, standalone", 2, False)}
@@ -119,6 +118,19 @@ _MIDDLE_BESIDE = {("stage 1, standalone", 2, False)}
 )
 def test_one_rank_alone_and_work_beside(mode: Mode, world_size: int, is_late: bool) -> None:
     _on_ranks(world_size, works_beside, mode.name, is_late)
+
+
+_MIDDLE_ELSEWHERE = {("stage 2, `Join`", 2, False), ("stage 2, offload", 2, True)}
+"""Modes that issue work of buckets on the script's thread: in backward's, the gradients' device is the current one."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "is_late"),
+    [_case(*case, middle=_MIDDLE_ELSEWHERE) for case in _CASES if case[1] == 2],
+)
+def test_another_device_is_current(mode: Mode, world_size: int, is_late: bool) -> None:
+    for moves in (False, True):
+        _on_ranks(world_size, works_beside, mode.name, is_late, moves)
 
 
 # What each guard prevents: without it, the simulation reports races or the numbers differ.

@@ -98,12 +98,13 @@ def _experts(setup: Setup, device: torch.device) -> Build:
     return build
 
 
-def _has_no_races(setup: Setup, parts: str, is_late: bool) -> None:
+def _has_no_races(setup: Setup, parts: str, is_late: bool, is_elsewhere: bool) -> None:
     warnings.filterwarnings("ignore", "Time stats are currently only collected")
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
     extension = simulation.load(setup.world_size, is_late)
     extension.set_device(setup.rank)
-    device = torch.device("sim", setup.rank)
+    device = torch.device("sim", (setup.rank + is_elsewhere) % setup.world_size)
+    extension.train_on(device.index)
     build = {"tensor": _tensor_parallel, "experts": _experts}[parts](setup, device)
     for name, mode in MODES.items():
         extension.clear_reports()
@@ -123,8 +124,9 @@ def _has_no_races(setup: Setup, parts: str, is_late: bool) -> None:
             plain.zero_grad()
             opt.zero_grad()
             pairs.append((_copies(expected), _copies(ddp)))
-        extension.synchronize(-1)
+        extension.synchronize(device.index)
         assert not extension.races(), f"{name}: {extension.races()[:3]}"
+        assert not extension.faults(), f"{name}: {extension.faults()[:3]}"
         for step, (one, other) in enumerate(pairs):
             same = [torch.equal(left.cpu(), right.cpu()) for left, right in zip(one, other, strict=True)]
             assert all(same), f"{name}, step {step}: {same}"
@@ -155,8 +157,11 @@ def _compile() -> None:
     simulation.compiled()  # here, not by all ranks at once while their time-outs run
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["on the current device", "on another one"])
 @pytest.mark.parametrize("is_late", [False, True], ids=["on time", "late"])
 @pytest.mark.parametrize("parts", ["tensor", "experts"])
-def test_parts_of_a_model(parts: str, is_late: bool) -> None:
+def test_parts_of_a_model(parts: str, is_late: bool, is_elsewhere: bool) -> None:
     _compile()
-    Cases.pool_of(4, simulation.NAME).run(_has_no_races, parts, is_late, timeout=120.0, group_timeout=60.0)
+    Cases.pool_of(4, simulation.NAME).run(
+        _has_no_races, parts, is_late, is_elsewhere, timeout=120.0, group_timeout=60.0
+    )

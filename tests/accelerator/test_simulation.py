@@ -414,6 +414,21 @@ def _memory_that_the_device_does_not_count_is_unknown_in_stats(setup: Setup, sim
     assert math.isnan(numbers["peak_used_bytes"])
 
 
+@case(1)
+def _offload_steps_parameters_of_two_devices(setup: Setup, sim: Any) -> None:
+    found = []
+    choices: list[dict[str, Any]] = [{}, {"offload": "cpu"}]
+    for options in choices:
+        params = [torch.nn.Parameter(torch.ones(8, device=f"sim:{index}")) for index in range(2)]
+        group = dist.new_group([0], backend=BACKEND)
+        opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=group, lr=0.5, **options)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        found.append([param.tolist() for param in params])
+    assert found == [[[0.5] * 8] * 2] * 2
+
+
 @pytest.fixture
 def compiled() -> None:
     simulation.compiled()

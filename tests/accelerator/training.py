@@ -14,12 +14,31 @@ BY_NAME = {mode.name: mode for mode in (*MODES, GROUPS)}
 
 
 def train(
-    setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None, has_beside: bool = False
+    setup: Setup,
+    name: str,
+    is_late: bool,
+    drop: tuple[str, str] | None = None,
+    has_beside: bool = False,
+    moves: bool | None = None,
 ) -> Report:
+    """Train in a mode.
+
+    Args:
+        setup: of this rank.
+        name: of the mode.
+        is_late: see `simulation.load`.
+        drop: see `engine.h`.
+        has_beside: see `run`.
+        moves: None if the current device is this rank's, as the mode says. Else it is another one: always, or it
+            changes between the points of an iteration.
+    """
     extension = loaded(setup, is_late)
     if drop is not None:
         extension.drop(*drop)
-    return run(BY_NAME[name], setup, extension, torch.device("sim", setup.rank), has_beside=has_beside)
+    index = setup.rank + (moves is not None)
+    extension.train_on(index)
+    currents = () if moves is None else (0, index, 0) if moves else (0,)
+    return run(BY_NAME[name], setup, extension, torch.device("sim", index), None, has_beside, currents)
 
 
 def loaded(setup: Setup, is_late: bool = False) -> Any:

@@ -338,7 +338,8 @@ class OffloadedRunner(StepRunner):
 
     def _step_arrived(self, index: int, source: GradientSource) -> None:
         shard, placement = self.shard, self.shard.targets.placement
-        device = torch.device(shard.buckets[index].bucket.kind.partition("/")[0] or "cpu")
+        members = (param for segment in shard.buckets[index].bucket.segments for param in segment.params)
+        device = next((shard.table.params[param].device for param in members), torch.device("cpu"))
         arrived = placement.submit(index, device, source, partial(self._inputs, index, source))
         # the gradients of the bucket that steps the whole shard are all gradients
         if index == len(shard.buckets) - 1 or shard.local_step.steps_whole:
