@@ -407,7 +407,7 @@ class Snapshots:
         for name, one in self._rank_extra.items():
             one.load_state_dict(mine["objects"][name])
         # the last: loading an object may draw numbers
-        set_random_states(mine["generators"])
+        set_random_states(mine["generators"], self._model)
         return replace(loaded, extra=shared, rank_extra=mine["objects"], notes=tuple(notes))
 
     def _shared_values(self) -> Tree:
@@ -415,7 +415,7 @@ class Snapshots:
 
     def _rank_values(self) -> Tree:
         states = {name: one.state_dict() for name, one in self._rank_extra.items()}
-        return {"objects": states, "generators": random_states()}
+        return {"objects": states, "generators": random_states(self._model)}
 
     # Taking a snapshot
 

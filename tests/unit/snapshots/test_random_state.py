@@ -2,10 +2,14 @@
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ddp_zero.snapshots.random_state import random_states, set_random_states
 from ddp_zero.values.tree import flatten, unflatten
@@ -40,14 +44,38 @@ def test_generators_go_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "numpy", numbers)
     before = numbers.state
     random.gauss(0, 1)  # keeps a second number
-    text, tensors = flatten(random_states())
+    text, tensors = flatten(random_states(nn.Linear(1, 1)))
     drawn = torch.rand(3), random.random(), random.gauss(0, 1)
     numbers.state = None
-    set_random_states(unflatten(text, tensors))
+    set_random_states(unflatten(text, tensors), nn.Linear(1, 1))
     again = torch.rand(3), random.random(), random.gauss(0, 1)
     assert torch.equal(drawn[0], again[0])
     assert drawn[1:] == again[1:]
     assert numbers.state == before
+
+
+def test_an_accelerator_is_asked_of_its_own_generator_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, states = [0], {index: torch.tensor([index]) for index in range(2)}
+
+    @contextmanager
+    def make_current(index: int | None) -> Iterator[None]:
+        current.append(current[-1] if index is None else index)
+        yield
+        current.pop()
+
+    def restore(state: torch.Tensor) -> None:
+        states[current[-1]] = state
+
+    module = SimpleNamespace(get_rng_state=lambda: states[current[-1]], set_rng_state=restore)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "device_index", make_current)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
+    assert random_states(nn.Linear(1, 1))["cuda"].item() == 0
+    kept = random_states(model)
+    states[1] = torch.tensor([5])
+    set_random_states(kept, model)
+    assert [state.item() for state in states.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +83,4 @@ def test_generators_go_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch)
 )
 def test_states_that_are_none_are_refused(states: Any) -> None:
     with pytest.raises(ValueError, match="Expected states of random number generators"):
-        set_random_states(states)
+        set_random_states(states, nn.Linear(1, 1))
