@@ -126,7 +126,7 @@ def trained(
 
 
 @case(2, 3, 4, few=every_other(INSIDE), every=MODES)
-def _a_rank_that_saves_alone_gets_the_plain_state_while_the_others_train(setup: Setup, configurations: Modes) -> None:
+def _one_rank_saves_plain_state_while_others_train(setup: Setup, configurations: Modes) -> None:
     rng = random.Random(setup.rank)
 
     def loop(side: Side, setup: Setup) -> None:
@@ -591,10 +591,7 @@ def _often(setup: Setup, body: Callable[[Setup], None], times: int) -> None:
 @pytest.mark.parametrize(
     ("body", "times"),
     [
-        (
-            partial(_a_rank_that_saves_alone_gets_the_plain_state_while_the_others_train, configurations=MODES),
-            50,
-        ),  # four saves in each mode
+        (partial(_one_rank_saves_plain_state_while_others_train, configurations=MODES), 50),  # four saves in each mode
         (_gradients_clipped_through_data_from_the_first_step_on_equal_ddp, 200),
     ],
 )
