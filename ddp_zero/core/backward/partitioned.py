@@ -248,7 +248,7 @@ class PartitionedGradients(Gradients):
             self._visible.drop()
             self.source.reset()
             return
-        if self.source.left is not None:  # others may train the parameters
+        if self.source.missing_when_abandoned is not None:  # others may train the parameters
             self.source.reset()
         at_end_of_backward(self._end_backward, self._when_interrupted)
         try:

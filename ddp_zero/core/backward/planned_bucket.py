@@ -101,14 +101,14 @@ class PlannedBucket:
         space: where its gradients are copied to.
         index: of the bucket of the plan; -1 for `ForeignGradients`.
         is_last: whether it is the last one of the plan.
-        keeps: whether gradients stay in ``param.grad`` when they are copied.
+        keeps_grad: whether gradients stay in ``param.grad`` when they are copied.
 
     Attributes:
         position: its index, and whether it is the last.
         has_scratch: whether its scratch is free, since the bucket before was launched; gradients that arrive before
             that stay in ``param.grad``.
         awaited: the places of gradients that are still to come; None while no pass is reduced.
-        times: how often gradients accumulate in a pass, where not once; in a static graph.
+        expected_counts: how often gradients accumulate in a pass, where not once; in a static graph.
         counts: how often they have, in the pass that learns it; else None.
     """
 
@@ -118,7 +118,7 @@ class PlannedBucket:
         space: ScratchBucket | ForeignGradients,
         index: int = -1,
         is_last: bool = False,
-        keeps: bool = False,
+        keeps_grad: bool = False,
     ) -> None:
         # weakly: the nodes that accumulate gradients hold this, and a parameter would keep optimizer and groups alive
         self._reducer = weakref.ref(reducer)
@@ -126,16 +126,16 @@ class PlannedBucket:
         self.position = index, is_last
         self.has_scratch = False
         self.awaited: set[int] | None = None
-        self._listens, self._is_special = True, False
-        self._keeps, self._moves = keeps, not keeps
-        self.times: Mapping[int, int] = {}
+        self._is_filled_by_autograd, self._counts_arrivals = True, False
+        self._keeps_grad, self._clears_grad = keeps_grad, not keeps_grad
+        self.expected_counts: Mapping[int, int] = {}
         self.counts: Counter[int] | None = None
-        self._left: dict[int, int] = {}  # of `times`, in this pass
-        self._every = set(range(len(self.params)))
+        self._remaining: dict[int, int] = {}  # of `expected_counts`, in this pass
+        self._all_places = set(range(len(self.params)))
         self._large = frozenset(place for place, param in enumerate(self.params) if param.nbytes >= SMALL_BYTES)
         self._windows: list[Tensor] = []
-        self._taken: set[int] = set()
-        self._given: dict[int, Tensor | None] = {}  # by DDP's reducer, not taken yet
+        self._copied: set[int] = set()
+        self._from_ddp: dict[int, Tensor | None] = {}  # gradients that DDP's reducer has got, by place
 
     # For hooks
 
@@ -164,56 +164,56 @@ class PlannedBucket:
 
     # A pass
 
-    def expect(self, listens: bool, learns: bool) -> None:
+    def expect(self, by_autograd: bool, only_counts: bool) -> None:
         """Expect the gradients of a pass.
 
         Args:
-            listens: whether they come from autograd; else from a bucket of DDP's reducer.
-            learns: whether they are only counted.
+            by_autograd: whether they come from autograd; else from a bucket of DDP's reducer.
+            only_counts: whether they are only counted, as in the first pass of a static graph.
         """
-        self.awaited = set(self._every)
+        self.awaited = set(self._all_places)
         self.has_scratch = self.position[0] < 0
         self._windows = []
-        if listens and not (learns or self.times or self._is_special):
+        if by_autograd and not (only_counts or self.expected_counts or self._counts_arrivals):
             return
-        self.awaited.difference_update(place for place, count in self.times.items() if not count)
-        self._left = dict(self.times)
-        self.counts = Counter() if learns else None
-        self._listens = listens
-        self._is_special = bool(self._left) or learns or not listens
+        self.awaited.difference_update(place for place, count in self.expected_counts.items() if not count)
+        self._remaining = dict(self.expected_counts)
+        self.counts = Counter() if only_counts else None
+        self._is_filled_by_autograd = by_autograd
+        self._counts_arrivals = bool(self._remaining) or only_counts or not by_autograd
         # DDP's own reducer requires its views to stay there until it has ended the pass
-        self._moves = listens and not self._keeps
+        self._clears_grad = by_autograd and not self._keeps_grad
 
     def learn(self) -> None:
         """At the end of a pass of which every gradient has arrived: note how often each has accumulated."""
         counts = self.counts or Counter()
-        self.times = {place: counts[place] for place in range(len(self.params)) if counts[place] != 1}
+        self.expected_counts = {place: counts[place] for place in range(len(self.params)) if counts[place] != 1}
         self.counts, self.awaited = None, set()
 
     @never_compiled
     def arrive(self, place: int, *_: object) -> None:
         """A gradient was accumulated: called by autograd after each."""
         awaited = self.awaited
-        if awaited is None or (self._is_special and self._passes_over(place)):
+        if awaited is None or (self._counts_arrivals and self._passes_over(place)):
             return
         if place not in awaited:
             self._refuse_second(place)
         # copied before it counts: another thread of backward may find the bucket full right after
         if self.has_scratch and place in self._large:
-            self.take(place, self.params[place].grad)
+            self.copy_in(place, self.params[place].grad)
         awaited.discard(place)
         if not awaited and (reducer := self._reducer()) is not None:
             reducer.bucket_is_full(self)
 
     def _passes_over(self, place: int) -> bool:
         """True if this gradient does not complete its parameter: a static graph is learnt, or more accumulates."""
-        if not self._listens:
+        if not self._is_filled_by_autograd:
             return True
         if self.counts is not None:
             self.counts[place] += 1
             return True
-        left = self._left.get(place, 1) - 1
-        self._left[place] = left
+        left = self._remaining.get(place, 1) - 1
+        self._remaining[place] = left
         return left > 0
 
     def _refuse_second(self, place: int) -> None:
@@ -221,59 +221,59 @@ class PlannedBucket:
         if reducer is not None:
             raise second_gradient_error(reducer.ddp(), self.params[place], reducer.where)
 
-    def take(self, place: int, grad: Tensor | None) -> None:
+    def copy_in(self, place: int, grad: Tensor | None) -> None:
         """Copy one gradient into the scratch; it leaves ``param.grad``."""
         if torch.is_grad_enabled():  # in backward only if it keeps a graph of itself
             with torch.no_grad():
-                return self.take(place, grad)
+                return self.copy_in(place, grad)
         if grad is None or grad.layout is not torch.strided:
-            self._take_none(place, grad)
+            self._fill_zeros(place, grad)
         else:
             if not self._windows:
                 self._windows = self.space.begin_filling()
             self._windows[place].copy_(grad)
-        self._taken.add(place)
-        if self._moves:
+        self._copied.add(place)
+        if self._clears_grad:
             self.params[place].grad = None
 
-    def give(self, place: int, grad: Tensor | None) -> None:
+    def accept(self, place: int, grad: Tensor | None) -> None:
         """Take a gradient that DDP's own reducer has got, once the scratch is free for it."""
-        self._given[place] = grad
+        self._from_ddp[place] = grad
 
-    def complete(self) -> None:
+    def copy_rest(self) -> None:
         """Copy all gradients that were not taken so far."""
-        if self._taken != self._every:
+        if self._copied != self._all_places:
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    return self.complete()
-            places = sorted(self._every - self._taken)
+                    return self.copy_rest()
+            places = sorted(self._all_places - self._copied)
             windows = self._windows or self._fill()
             params = [*map(self.params.__getitem__, places)]
             grads = [*map(_grad_of, params)]
             try:
-                is_plain = not self._given and {*map(_layout_of, grads)} == _STRIDED
+                is_plain = not self._from_ddp and {*map(_layout_of, grads)} == _STRIDED
             except AttributeError:  # some parameter has none
                 is_plain = False
             if is_plain:
                 torch._foreach_copy_([*map(windows.__getitem__, places)], grads)
             else:
-                self._complete_one_by_one(places)
+                self._copy_one_by_one(places)
             # freed on the stream that has copied them: the allocator may hand their memory to backward's next kernel
-            for param in params if self._moves else ():
+            for param in params if self._clears_grad else ():
                 param.grad = None
-        self._taken = set()
+        self._copied = set()
 
-    def _complete_one_by_one(self, places: list[int]) -> None:
+    def _copy_one_by_one(self, places: list[int]) -> None:
         """Where DDP's reducer has got gradients, or some parameter has none that can be copied."""
         for place in places:
-            grad = self._given[place] if place in self._given else self.params[place].grad
+            grad = self._from_ddp[place] if place in self._from_ddp else self.params[place].grad
             if grad is None or grad.layout is not torch.strided:
-                self._take_none(place, grad)
+                self._fill_zeros(place, grad)
             else:
                 self._windows[place].copy_(grad)
-        self._given.clear()
+        self._from_ddp.clear()
 
-    def _take_none(self, place: int, grad: Tensor | None) -> None:
+    def _fill_zeros(self, place: int, grad: Tensor | None) -> None:
         """Zeros for a parameter that has no gradient; a sparse one is refused."""
         reducer = self._reducer()
         if reducer is not None and grad is not None:
@@ -284,20 +284,20 @@ class PlannedBucket:
 
     def pause(self) -> None:
         """At the end of a backward pass that has left out gradients: show those that were taken, as DDP would."""
-        for place in self._taken if self._moves else ():
+        for place in self._copied if self._clears_grad else ():
             self.params[place].grad = self._windows[place]
 
     def resume(self) -> None:
         """At the beginning of a further one."""
-        for place in self._taken if self._moves else ():
+        for place in self._copied if self._clears_grad else ():
             self.params[place].grad = None
 
     @torch.no_grad()
     def abandon(self, factor: float) -> None:
         """Leave the gradients of an interrupted pass, which nothing will reduce, as DDP does: times a factor."""
-        awaited = self._every if self.awaited is None else self.awaited
+        awaited = self._all_places if self.awaited is None else self.awaited
         for place, param in enumerate(self.params):
-            grad = self._windows[place] if place in self._taken else param.grad
+            grad = self._windows[place] if place in self._copied else param.grad
             if place not in awaited and grad is not None:
                 param.grad = grad * factor  # a copy: the scratch goes back to its pool
         self.drop()
@@ -306,7 +306,7 @@ class PlannedBucket:
         """Forget the pass."""
         if self._windows:
             self.space.drop_filling()
-        self._windows, self._taken, self._given, self.awaited, self.counts = [], set(), {}, None, None
+        self._windows, self._copied, self._from_ddp, self.awaited, self.counts = [], set(), {}, None, None
 
     def fill_with_zeros(self) -> None:
         """For a rank that has joined."""

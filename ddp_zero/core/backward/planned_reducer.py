@@ -73,7 +73,8 @@ class PlannedReducer:
         ddp: returns the model, or None once it is gone.
         where: this rank's name in messages.
         params: the parameters that DDP reduces.
-        left: the parameters that lacked a gradient when `abandon` ended the pass; None: no pass was abandoned.
+        missing_when_abandoned: the parameters that lacked a gradient when `abandon` ended the pass; None: no pass was
+            abandoned.
         buckets: the plan's, and behind them buckets of parameters without an optimizer.
         has_begun: whether a gradient of a pass that is reduced has arrived, and some buckets are not full.
         is_prepared: whether the next backward pass, or the one under way, is reduced.
@@ -98,7 +99,7 @@ class PlannedReducer:
         self.refuse_sparse = refuse_sparse
         # ``param.grad`` shows DDP's bucket as soon as a gradient lands there, which divides it; else the average alone
         self._shows_buckets = gradients_are_views(ddp)
-        self._left_factor = 1 / ddp.process_group.size() if self._shows_buckets else 1
+        self._abandon_factor = 1 / ddp.process_group.size() if self._shows_buckets else 1
         self.params = [param for _, param in in_buckets(ddp)]
         with trainable_for_now(self.params):
             self._nodes = {param: accumulating_node(param) for param in self.params}
@@ -110,11 +111,11 @@ class PlannedReducer:
         self.after: PlannedReducer | None = None
         self._hook_place = -1  # among the model's communication hooks
         self._hook: tuple[Callable[[Any, Any], Any], Any] | None = None  # with its state, while a pass is reduced
-        self._launched = 0
+        self._num_launched = 0
         self.is_prepared = self.has_begun = self.is_learning = False
         self._has_learned = False
         self._is_paused = False
-        self.left: list[Tensor] | None = None  # not in an interrupted pass
+        self.missing_when_abandoned: list[Tensor] | None = None  # not in an interrupted pass
         self.users = UsedParameters(self.params)
         self.steps_by_bucket = True
         self._order: list[int] = []  # of the last pass, until it is known
@@ -126,7 +127,7 @@ class PlannedReducer:
 
     def lay_out(self, buckets: Sequence[ScratchBucket], foreign: Sequence[ForeignGradients]) -> None:
         """Fill these buckets from now on, parameters without an optimizer last."""
-        times = {bucket.params[place]: n for bucket in self.buckets for place, n in bucket.times.items()}
+        counts = {bucket.params[place]: n for bucket in self.buckets for place, n in bucket.expected_counts.items()}
         for handle in self._handles:
             handle.remove()
         for bucket in self.buckets:
@@ -134,12 +135,12 @@ class PlannedReducer:
         self._last = len(buckets) - 1
         self._foreign = foreign
         planned = [PlannedBucket(self, one, index, index == self._last) for index, one in enumerate(buckets)]
-        self.buckets = [*planned, *(PlannedBucket(self, one, keeps=not self._shows_buckets) for one in foreign)]
+        self.buckets = [*planned, *(PlannedBucket(self, one, keeps_grad=not self._shows_buckets) for one in foreign)]
         self._num = len(self.buckets)
         self._handles = []
         self._order, self._fills_by_autograd = [], False
         for bucket in self.buckets:
-            bucket.times = {at: times[param] for at, param in enumerate(bucket.params) if param in times}
+            bucket.expected_counts = {at: counts[param] for at, param in enumerate(bucket.params) if param in counts}
             for place, param in enumerate(bucket.params):
                 self._handles.append(self._nodes[param].register_hook(partial(bucket.arrive, place)))
 
@@ -208,7 +209,7 @@ class PlannedReducer:
             outputs: of the forward pass, if parameters may be unused.
         """
         ddp = self.ddp()
-        self._expect(listens=True, learns=ddp is not None and has_static_graph(ddp) and not self._has_learned)
+        self._expect(by_autograd=True, only_counts=ddp is not None and has_static_graph(ddp) and not self._has_learned)
         if ddp is not None and finds_unused(ddp):
             find = partial(_find_unreached, weakref.ref(self))
             for output in outputs:
@@ -257,8 +258,8 @@ class PlannedReducer:
         return set(self.params).difference(self._missing()) if self.has_begun else set()
 
     def _missing(self) -> list[Tensor]:
-        if self.left is not None:
-            return self.left
+        if self.missing_when_abandoned is not None:
+            return self.missing_when_abandoned
         return [bucket.params[place] for bucket in self.buckets for place in bucket.awaited or ()]
 
     def begin(self) -> None:
@@ -302,7 +303,7 @@ class PlannedReducer:
     @property
     def is_launching(self) -> bool:
         """True if the reduction of some bucket of the pass was not started yet."""
-        return self._launched < len(self.buckets)
+        return self._num_launched < len(self.buckets)
 
     def bucket_is_full(self, bucket: PlannedBucket | None) -> None:
         """Reduce the buckets that are full, in order, up to the first that is not."""
@@ -314,10 +315,10 @@ class PlannedReducer:
             if self.before is not None and self.before.is_launching:
                 return
             buckets, last, num = self.buckets, self._last, self._num
-            while (place := self._launched) < num and buckets[place].awaited == _NONE:
-                self._launched = place + 1
+            while (place := self._num_launched) < num and buckets[place].awaited == _NONE:
+                self._num_launched = place + 1
                 bucket = buckets[place]
-                bucket.complete()
+                bucket.copy_rest()
                 if place >= last:
                     self._launch_end(place, bucket)
                     continue
@@ -330,7 +331,7 @@ class PlannedReducer:
     def _launch_end(self, place: int, bucket: PlannedBucket) -> None:
         """Reduce the last bucket of the plan, or one of other parameters, which come after it."""
         # before the hook: it ends the iteration with the last bucket, and may raise
-        if self._launched == self._num:
+        if self._num_launched == self._num:
             self.is_prepared = self.has_begun = False
         if place > self._last:
             ddp = self.ddp()
@@ -387,10 +388,10 @@ class PlannedReducer:
 
     def abandon(self) -> None:
         """An exception has ended the pass: leave its gradients as DDP does, and take none of later passes."""
-        if self.has_begun and self.left is None:
-            self.left = self._missing()
+        if self.has_begun and self.missing_when_abandoned is None:
+            self.missing_when_abandoned = self._missing()
         for bucket in self.buckets if self.has_begun and self._fills_by_autograd else ():
-            bucket.abandon(self._left_factor)
+            bucket.abandon(self._abandon_factor)
         for foreign in self._foreign:
             foreign.abandon(self.users.unused if self._shows_buckets else None)
         self.is_prepared = self._is_paused = False
@@ -404,7 +405,7 @@ class PlannedReducer:
     def reset(self) -> None:
         """Drop the pass, and leave its gradients as DDP does."""
         self.abandon()
-        self._launched, self._hook, self.left = 0, None, None
+        self._num_launched, self._hook, self.missing_when_abandoned = 0, None, None
         self.has_begun = self.is_learning = False
 
     def take_over(self, bucket: GradBucket) -> Future[Any]:
@@ -416,7 +417,7 @@ class PlannedReducer:
             RuntimeError: if this reduces the pass, too.
         """
         if not self.is_prepared:
-            self._expect(listens=False)
+            self._expect(by_autograd=False)
             self.has_begun = True
         elif self._fills_by_autograd or self.is_learning:
             raise RuntimeError(
@@ -428,7 +429,7 @@ class PlannedReducer:
         place_of = {param: (one, place) for one in self.buckets for place, param in enumerate(one.params)}
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             filled, place = place_of[param]
-            filled.give(place, None if param.grad is None else grad)
+            filled.accept(place, None if param.grad is None else grad)
             assert filled.awaited is not None, "expected above"
             filled.awaited.discard(place)
         self.bucket_is_full(None)
@@ -436,22 +437,22 @@ class PlannedReducer:
         published.set_result(bucket.buffer())
         return published
 
-    def _expect(self, listens: bool, learns: bool = False) -> None:
+    def _expect(self, by_autograd: bool, only_counts: bool = False) -> None:
         if self.has_begun:  # the last pass has not filled its buckets
             for bucket in self.buckets:
                 bucket.drop()
         # ranks may communicate here, as in DDP's forward pass: a later moment differs from rank to rank
         self._before_pass()
-        self.is_learning = learns
-        self._fills_by_autograd = listens and not learns
-        self._launched, self._absent, self._is_paused = 0, None, False
+        self.is_learning = only_counts
+        self._fills_by_autograd = by_autograd and not only_counts
+        self._num_launched, self._absent, self._is_paused = 0, None, False
         self.users.begin()
         self._order.clear()
         for bucket in self.buckets:
-            bucket.expect(listens, learns)
+            bucket.expect(by_autograd, only_counts)
         for bucket in self.buckets[:1]:
             bucket.has_scratch = True
-        self.is_prepared, self.has_begun, self.left = True, False, None
+        self.is_prepared, self.has_begun, self.missing_when_abandoned = True, False, None
 
 
 class ReducerFace:
