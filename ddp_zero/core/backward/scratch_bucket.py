@@ -179,8 +179,7 @@ class ReduceContext:
         needs = [(layout.device, layout.nbytes, self._received_nbytes(layout)) for layout in layouts]
         memories = memory_of(self.side, needs)
         for bucket, memory in zip(buckets, memories, strict=True):
-            bucket.reduction = reduction = BucketReduction(self, bucket.layout, memory)
-            bucket.starts_early = reduction.starts_early
+            bucket.assign(BucketReduction(self, bucket.layout, memory))
         self.scratches = list(dict.fromkeys(memory.scratch for memory in memories))
         self.receives = list(dict.fromkeys(memory.receives for memory in memories if memory.receives is not None))
         self.most_bytes = max(self.most_bytes, self.nbytes)
@@ -318,17 +317,19 @@ class ScratchBucket(BucketGradients):
     """A bucket of the plan: filled, in flight to the owners, then this rank's sum of it; in every pass.
 
     Args:
-        assign_memory: sets ``reduction`` of all buckets of the plan; called when one is filled that has none.
+        assign_memory: assigns all buckets of the plan their reductions; called when one is filled that has none.
         without: the parameters without a gradient on this rank in the pass, among them all those of the bucket.
 
     Attributes:
         reduction: its memory and reduction, from the first pass on.
+        flat: this rank's gradients, 1-D, from then on.
         is_wide: whether sums have another dtype than the gradients.
         is_started: whether the pass has started its reduction.
         progress: from `FILLING` to `RELEASED`.
     """
 
     reduction: BucketReduction
+    flat: Tensor
 
     def __init__(
         self, context: ReduceContext, layout: ScratchLayout, assign_memory: Callable[[], object], without: set[Tensor]
@@ -343,10 +344,9 @@ class ScratchBucket(BucketGradients):
         self._sum: Tensor | None = None
         self._gradients: Mapping[int, Tensor] = {}  # of a sum that is in place, or that was kept: windows of it
 
-    @property
-    def flat(self) -> Tensor:
-        """This rank's gradients, 1-D."""
-        return self.reduction.flat
+    def assign(self, reduction: BucketReduction) -> None:
+        """Be filled and reduced there from now on."""
+        self.reduction, self.flat, self.starts_early = reduction, reduction.flat, reduction.starts_early
 
     def begin_filling(self) -> list[Tensor]:
         """Take the scratch, which the bucket before the last one has left. Returns the places of its gradients."""
