@@ -104,9 +104,9 @@ def _different_options_are_refused_when_the_optimizer_is_built(setup: Setup) -> 
                 build(ddp, arguments(ddp.module) if callable(arguments) else arguments)
     with refused_on_all("the same optimizer class"):
         shard_optimizer(wrapped(), SGD if odd else AdamW, lr=0.1)
-    with refused_on_all("stage"):
+    with refused_on_all("the same stage on", "got 1 on rank 0"):
         shard_optimizer(wrapped(), AdamW, stage=1 + odd)
-    with refused_on_all("the same step options on every rank"):
+    with refused_on_all("max_grad_norm on every rank in building ZeroRedundancyOptimizer, got 1.0 on rank 0"):
         shard_optimizer(wrapped(), AdamW, max_grad_norm=1.0 + odd)
     ddp = wrapped()
     names = [
