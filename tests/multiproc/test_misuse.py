@@ -235,6 +235,44 @@ def test_a_group_without_this_process_is_refused() -> None:
     run_ranks(_not_initialised, 2)
 
 
+def _destroyed(setup: Setup) -> None:
+    """The group is gone; what the message advises works."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def build(**options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        return ddp, shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **options)
+
+    for turn, options in enumerate(({"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0})):
+        ddp, opt = build(**options)
+        for _ in range(2):
+            ddp(torch.ones(2, 4)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        saved = opt.state_dict()
+        loss = ddp(torch.ones(2, 4)).sum()
+        dist.barrier()
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) before.*wrap the module in DDP again"):
+            loss.backward()
+            opt.step()
+        met = (setup.folder / f"met-{turn}").as_uri()
+        dist.init_process_group("gloo", init_method=met, rank=setup.rank, world_size=setup.world_size)
+        module.zero_grad()
+        ddp, opt = build(**options)
+        opt.load_state_dict(saved)
+        ddp(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        assert opt.last_step is not None
+        assert opt.state_dict()["state"][0]["step"] == 3
+        opt.zero_grad()
+        opt.detach()
+
+
+def test_a_step_after_destroy_process_group_says_what_to_build_again() -> None:
+    run_ranks(_destroyed, 2)
+
+
 def test_an_uninitialised_job_is_refused() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         _build(_params((2,)))

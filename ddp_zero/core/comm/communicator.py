@@ -214,7 +214,14 @@ class Communicator(Transport, TensorPeers):
         return self.time_out if self.message_time_out is None else self.message_time_out
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
-        return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+        try:
+            return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+        except ValueError as error:
+            raise RuntimeError(
+                "Expected the process group that the optimizer was built on, got destroy_process_group() before. Save "
+                "before that call. After init_process_group() wrap the module in DDP again, build a new optimizer and "
+                "load what was saved. [ZERO-502]"
+            ) from error
 
     def group_rank_of(self, rank: GlobalRank) -> GroupRank | None:
         """The group rank of a global rank; None if it is not a member."""
