@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.scratch_buffers import Buffer
+from ddp_zero.core.comm import parameter_sync
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.ring import RingTransfer
@@ -147,6 +148,11 @@ def keeping_others_from_waiting(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
     """Hold the lock without which no thread waits for parameters on their way."""
     with opt._engine.shard.pending_syncs._wait_lock:
         yield
+
+
+def complete_at_exit() -> None:
+    """Wait as the end of a process does for parameters on their way."""
+    parameter_sync._complete_all()
 
 
 # Steps and decisions

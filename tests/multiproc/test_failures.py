@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging.handlers
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm import communicator, exchange
@@ -33,7 +35,7 @@ from tests.multiproc.harness import Setup, run_ranks
 # Local steps that raise
 
 
-class Failing(torch.optim.SGD):
+class Failing(SGD):
     """Raises at one of its calls, counted from 1 over all buckets and steps; at none if that is 0."""
 
     fails_at = 0
@@ -357,6 +359,50 @@ def test_waits_of_dropped_iterations_close_no_connection() -> None:
     """Of shard groups and of rings. On Gloo a wait whose time-out passes closes all connections of its group."""
     with ThreadPoolExecutor(2) as jobs:  # they mostly sleep
         list(jobs.map(lambda uses_rings: run_ranks(_dropped_waits, 4, uses_rings, group_timeout=5.0), (False, True)))
+
+
+def _two_optimizers(setup: Setup, overlaps: bool) -> None:
+    """The one that fails is stepped before the other, inside backward or out of it; last, nothing reads what it has."""
+    log = logging.handlers.BufferingHandler(100)
+    logging.getLogger("ddp_zero").addHandler(log)
+    model = _model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    params = [*model.parameters()]
+    options: dict[str, Any] = {"lr": 0.1, "stage": 2, "overlap": overlaps, "sync": "forward"}
+    optimizers = [
+        shard_optimizer(ddp, kind, part, **options)
+        for kind, part in zip((Failing, SGD), (params[4:], params[:4]), strict=True)
+    ]
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            ddp(torch.ones(2, 16)).sum().backward()
+            for opt in optimizers:
+                opt.step()
+                opt.zero_grad()
+
+    for is_last in (False, True):
+        Failing.fails_at = 0
+        train(3)
+        if setup.rank == 1:
+            _fail_in(0, 0, 1)
+        if is_last:
+            train(1)
+            internals.complete_at_exit()
+            assert len(log.buffer) == 1, log.buffer
+            assert "a check of its own" in log.buffer[0].getMessage()
+        else:
+            _expect_error(setup, {1}, partial(train, 2))
+            for opt in optimizers:
+                opt.reset()
+    assert_same_on_all_ranks(ddp.parameters())
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_error_is_raised_on_all_ranks_before_they_step_another_optimizer_whose_syncs_are_late(
+    overlaps: bool,
+) -> None:
+    run_ranks(_two_optimizers, 2, overlaps, group_timeout=20.0)
 
 
 # Processes that are forked while parameters are on their way

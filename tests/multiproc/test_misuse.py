@@ -243,7 +243,8 @@ def _destroyed(setup: Setup) -> None:
         ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
         return ddp, shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **options)
 
-    for turn, options in enumerate(({"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0})):
+    modes: list[dict[str, Any]] = [{"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0}]
+    for turn, options in enumerate(modes):
         ddp, opt = build(**options)
         for _ in range(2):
             ddp(torch.ones(2, 4)).sum().backward()
@@ -253,7 +254,7 @@ def _destroyed(setup: Setup) -> None:
         loss = ddp(torch.ones(2, 4)).sum()
         dist.barrier()
         dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) before.*wrap the module in DDP again"):
+        with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) before.*wrap the module in DDP again"):  # noqa: PT012
             loss.backward()
             opt.step()
         met = (setup.folder / f"met-{turn}").as_uri()

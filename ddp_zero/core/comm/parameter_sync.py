@@ -1,7 +1,7 @@
 """All-gathers of stepped parameters, bucket after bucket; they may outlast their step, see `PendingSyncs`."""
 
 import atexit
-import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,6 +27,7 @@ from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
 from ddp_zero.values.placeholders import all_arrivals, can_await, intercept_uses, stop_intercepting
 
+logger = logging.getLogger("ddp_zero")
 _exchange_of: Callable[[Any], Any] = attrgetter("exchange")
 _unversioned_in: Callable[[Any], Any] = attrgetter("unversioned")
 
@@ -126,7 +127,7 @@ class PendingSyncs:
         self._received: dict[int, _ReceivedOnStream] = {}  # buckets that some streams must still wait for
         self._error: RuntimeError | None = None
         self._wait_lock = threading.RLock()  # a message can be waited for once: other threads block here
-        self._process = os.getpid()  # the process that owns the messages
+        self.process = os.getpid()  # that owns the messages
 
     def __bool__(self) -> bool:
         return bool(self._syncs)
@@ -138,7 +139,7 @@ class PendingSyncs:
 
     def take(self, syncs: Sequence[BucketSync]) -> None:
         """Take a step's syncs: uses of parameters then wait for their bucket. Waits now where uses go unnoticed."""
-        self._process = os.getpid()
+        self.process = os.getpid()
         # the syncs of earlier steps have all arrived: `end_step` completes them before this call
         not_intercepted = []
         # now: a graph from before the step must not read values still in flight
@@ -164,9 +165,9 @@ class PendingSyncs:
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Make the current stream, or with ``on_host`` the host, wait for a bucket that has not arrived yet."""
         # outside of the lock, which another thread of the parent may have held at the fork
-        if self._syncs and os.getpid() != self._process:
+        if self._syncs and os.getpid() != self.process:
             raise RuntimeError(
-                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
+                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self.process}) "
                 "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
                 "DataLoader starts its workers. [ZERO-504]"
             )
@@ -258,10 +259,12 @@ def _complete_all() -> None:
     # peers may still wait for this process's messages; not after an error, when they may not have taken the step. In a
     # forked process each wait raises and is skipped: the messages are the parent's
     if not script_has_failed():
-        for arrival in all_arrivals():
-            if isinstance(arrival, _Arrival):
-                with contextlib.suppress(RuntimeError):
-                    arrival()
+        for syncs in dict.fromkeys(one.syncs for one in all_arrivals() if isinstance(one, _Arrival)):
+            try:
+                syncs.complete()
+            except Exception as error:  # nothing has used the parameters since
+                if syncs.process == os.getpid():
+                    logger.error("%s: %s", type(error).__name__, error)
 
 
 class ParameterSync:
@@ -349,10 +352,9 @@ class ParameterSync:
     def raise_errors(self) -> None:
         """After `end_step`: raise if the local step failed on any rank, or ranks were given different options.
 
-        Errors of other ranks are raised when the step's last bucket has arrived, if it may outlast the step.
+        If buckets may outlast the step, `pending_syncs` raises when the last has arrived.
         """
-        if self.errors.has_local_error:
-            self.pending_syncs.complete()
+        # this rank's own error no earlier: in the step of another optimizer its peers would wait for it
         if not self.pending_syncs:
             self.errors.raise_any()
 
