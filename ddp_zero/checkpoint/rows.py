@@ -253,7 +253,7 @@ class SavedCheckpoint:
     digest: str  # hash that differs if any value of the checkpoint differs
     model: Mapping[str, Any]  # values by name, aliases included
     state: Mapping[str, State]  # optimizer state by parameter name, in the order of the unsharded optimizer
-    shared: Shared  # values that it holds once
+    shared: Shared  # groups, options and other values that it holds once for all ranks
     rank_extras: Sequence[Tree]  # the user's state of each rank that saved
     foreign: Foreign | None = None  # the checkpoint of another library that this checkpoint was made from, or None
 
@@ -427,7 +427,11 @@ def _one_value(rows: Sequence[Row]) -> Any:
 
 
 def stored_of(raw: RawTensor) -> StoredTensor:
-    """Another library's tensor: its elements are runs of the records of its files."""
+    """Another library's tensor as a `StoredTensor`.
+
+    Its elements are spans of records in files, in the order of a contiguous tensor. Each span is cut into axis-aligned
+    chunks, as a `StoredTensor` has them.
+    """
     pieces, start = [], 0
     for span in raw.spans:
         record = span.record

@@ -214,12 +214,14 @@ def check_declared(tree: Tree) -> None:
             check_declared(value)
 
 
-def _object_of(found: Mapping[str, Any]) -> Any:
-    return _declared_as(found[_CLASS]).from_state(found[_STATE])
+def _object_of(entry: Mapping[str, Any]) -> Any:
+    """The object that an entry of a tree stands for, built from the name of its class and its state."""
+    return _declared_as(entry[_CLASS]).from_state(entry[_STATE])
 
 
 def _declared_as(name: object) -> _Declared:
-    declared = next((one for one in _declared.values() if one.name == name), None)
+    """The class that was declared by this name; TypeError if there is none."""
+    declared = next((known for known in _declared.values() if known.name == name), None)
     if declared is None:
         raise TypeError(
             f"Expected objects of declared classes, got the state of a {name!s:.200}. Call ddp_zero.state_class(...) "

@@ -207,7 +207,7 @@ def bit_sum_of(tensor: Tensor) -> int:
     return int(sum_of_bits(tensor.detach()))
 
 
-_WORTH_BYTES = 32 << 20
+_WORTH_RETURNING_BYTES = 32 << 20
 _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
@@ -217,7 +217,7 @@ def return_freed_memory(nbytes: int) -> None:
     glibc keeps freed blocks of up to 32 MiB for later requests. Stage 2 never requests again the memory that it frees
     once. If less than 32 MiB was just freed, ``nbytes``, the search is not worth its 0.1 s.
     """
-    if nbytes >= _WORTH_BYTES and (trim := find_trim()):
+    if nbytes >= _WORTH_RETURNING_BYTES and (trim := find_trim()):
         trim(0)
 
 

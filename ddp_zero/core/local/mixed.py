@@ -91,7 +91,7 @@ class MixedOptimizer(StepsWithPeers):
         states = defaultdict(
             dict, {key: state for part in self.suboptimizers.values() for key, state in part.state.items()}
         )
-        # not by torch's constructor, which would add each group once more
+        # sets these attributes; torch's constructor would add each group once more
         Optimizer.__setstate__(self, {"defaults": {}, "state": states, "param_groups": in_order})
         self.defaults = self.suboptimizers[""].defaults
         self._assign_groups_and_state()
@@ -260,7 +260,7 @@ def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, C
         group = dict(given)
         kind = group.pop(CLASS_KEY, None)
         if kind is not None and kind is not default:
-            name = check_class_of_group(kind, place)
+            name = name_of_group_class(kind, place)
             if classes.setdefault(name, kind) is not kind:
                 raise TypeError(
                     f"Expected classes with different names, got two named {name}. "
@@ -290,7 +290,7 @@ def with_class(
     kind = group.pop(CLASS_KEY)
     part = inner
     if not isinstance(inner, MixedOptimizer) or kind is not inner.mixture.default:
-        name = check_class_of_group(kind, len(exposed.param_groups))
+        name = name_of_group_class(kind, len(exposed.param_groups))
         known = inner.mixture.classes if isinstance(inner, MixedOptimizer) else {name_of(type(inner)): type(inner)}
         if known.get(name) is not kind:
             raise TypeError(
@@ -307,8 +307,8 @@ def with_class(
         exposed.defaults = defaults
 
 
-def check_class_of_group(kind: object, place: int) -> str:
-    """The name of a group's class; TypeError if it is no name of a class."""
+def name_of_group_class(kind: object, place: int) -> str:
+    """The name of the class that a group is given; TypeError if it is no optimizer class."""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(
             f"Expected {CLASS_KEY} of parameter group {place} to be a torch.optim.Optimizer class, got {kind!r:.80}. "

@@ -18,7 +18,8 @@ them in all other steps.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +93,18 @@ class OptionSnapshot:
         return ""
 
 
+class _Report(NamedTuple):
+    """What a rank tells other ranks about one group, or about the optimizer outside groups; digests compare values."""
+
+    has_stepped: int  # 1 if the rank has stepped parameters of the group
+    values: int  # digest of the values after the step
+    counters: int  # digest of all numbers in the group's options
+
+
+def _report(values: Mapping[GroupIndex, Values], index: GroupIndex, counters: Values) -> _Report:
+    return _Report(int(index in values), _digest(values.get(index, {})), _digest(counters))
+
+
 class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_checked_step` selects.
 
@@ -144,52 +157,56 @@ class CouplingWatch:
             return
         self._is_checked = False
         snapshots, self._snapshots = self._snapshots, []
-        mine: dict[GroupIndex, Values] = {}  # after all buckets
+        values_here: dict[GroupIndex, Values] = {}  # after all buckets
         for snapshot in snapshots:
-            for place, values in snapshot.values.items():
-                mine[place] = mine.get(place, {}) | values
+            for index, values in snapshot.values.items():
+                values_here[index] = values_here.get(index, {}) | values
         local_mismatch = next(filter(None, (snapshots[0].mismatch(later) for later in snapshots[1:])), "")
         groups = self._inner.param_groups
-        statement = [int(bool(local_mismatch)), int(None in mine), _digest(mine.get(None, {}))]
-        for place, group in enumerate(groups):
-            statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
-        given = self._local_step.options
-        everyone = self._comm.all_gather_ints([*statement, given.summary.digest])
-        if len({rank[-1] for rank in everyone}) > 1:
-            self._raise_options_differ(given)
-        by_place = [[rank[3 * place : 3 * place + 3] for rank in everyone] for place in range(1, len(groups) + 1)]
-        agree = [
-            _agree([rank[1:3] for rank in everyone]),
-            *(_agree([rank[:2] for rank in ranks]) for ranks in by_place),
+        reports = [_report(values_here, index, counters_in(group)) for index, group in enumerate(groups)]
+        outside = _report(values_here, None, {})
+        options = self._local_step.options
+        head = [bool(local_mismatch), options.summary.digest, outside.has_stepped, outside.values]
+        gathered = self._comm.all_gather_ints([*map(int, head), *chain(*reports)])
+        if len({options_digest for _, options_digest, *_ in gathered}) > 1:
+            self._raise_options_differ(options)
+        outside_of_ranks = [_Report(numbers[2], numbers[3], 0) for numbers in gathered]
+        starts = range(len(head), len(gathered[0]), len(_Report._fields))
+        reports_of = [
+            [_Report(*numbers[start : start + len(_Report._fields)]) for numbers in gathered] for start in starts
         ]
-        if not all(agree) or any(rank[0] for rank in everyone):
-            self._raise_mismatch(mine, local_mismatch)
-        stale = [place for place, ranks in enumerate(by_place) if not _are_up_to_date(ranks)]
+        if not all(map(_agree, [outside_of_ranks, *reports_of])) or any(has_mismatch for has_mismatch, *_ in gathered):
+            self._raise_mismatch(values_here, local_mismatch)
+        stale = {index: ranks for index, ranks in enumerate(reports_of) if not _are_up_to_date(ranks)}
         if stale:
             self._always_checks, self.next_step = True, 0
-            self._copy_from_stepping_rank({place: by_place[place] for place in stale})
+            self._copy_from_stepping_rank(stale)
 
-    def _raise_options_differ(self, given: LoopOptions) -> None:
-        everyone = [json.loads(shown) for shown in self._comm.all_gather_text(json.dumps(given.values))]
-        rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-        pairs = [*zip(everyone[0], everyone[rank], strict=False)]
-        place, (mine, theirs) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-        name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
-        shown = [
-            (values.get(name, "none"), self._comm.name(GroupRank(of))) for values, of in ((mine, 0), (theirs, rank))
+    def _raise_options_differ(self, options: LoopOptions) -> None:
+        """Raise RuntimeError about the first option in which a rank differs from the first one. A collective."""
+        gathered = [json.loads(text) for text in self._comm.all_gather_text(json.dumps(options.values))]
+        rank = next(rank for rank, groups in enumerate(gathered) if groups != gathered[0])
+        pairs = [*zip(gathered[0], gathered[rank], strict=False)]
+        index, (first, other) = next((index, pair) for index, pair in enumerate(pairs) if pair[0] != pair[1])
+        name = next(name for name in first | other if first.get(name) != other.get(name))
+        of_ranks = [
+            (values.get(name, "none"), self._comm.name(GroupRank(of))) for values, of in ((first, 0), (other, rank))
         ]
-        raise RuntimeError(difference_in_options(given.position(place), name, *shown))
+        raise RuntimeError(difference_in_options(options.position(index), name, *of_ranks))
 
-    def _copy_from_stepping_rank(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> None:
-        """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""
+    def _copy_from_stepping_rank(self, stale: Mapping[int, Sequence[_Report]]) -> None:
+        """Copy options of groups that this rank has not stepped from the first rank that has. A collective.
+
+        ``stale`` has the reports of all ranks about each group that is not up to date on some rank.
+        """
         groups, me = self._inner.param_groups, self._comm.group_rank
-        shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
-        changed = [place for place, ranks in stale.items() if not ranks[me][0]]
-        for place in changed:
-            source = next(rank for rank, (has_stepped, *_) in enumerate(stale[place]) if has_stepped)
-            for name, value in json.loads(shown[source])[str(place)].items():
-                _set_counter(groups[place], name, value)
-        if changed:
+        texts = self._comm.all_gather_text(json.dumps({index: counters_in(groups[index]) for index in stale}))
+        unstepped = [index for index, reports in stale.items() if not reports[me].has_stepped]
+        for index in unstepped:
+            source = next(rank for rank, report in enumerate(stale[index]) if report.has_stepped)
+            for name, value in json.loads(texts[source])[str(index)].items():
+                _set_counter(groups[index], name, value)
+        if unstepped:
             self._local_step.mirror_to_exposed()
 
     def _raise_mismatch(self, mine: dict[GroupIndex, Values], local_mismatch: str) -> None:
@@ -210,15 +227,15 @@ class CouplingWatch:
                 )
 
 
-def _agree(statements: Sequence[Sequence[int]]) -> bool:
-    """True if all ranks that have stepped report the same values."""
-    return len({digest for has_stepped, digest in statements if has_stepped}) <= 1
+def _agree(reports: Sequence[_Report]) -> bool:
+    """True if all ranks that have stepped parameters of a group report the same values."""
+    return len({report.values for report in reports if report.has_stepped}) <= 1
 
 
-def _are_up_to_date(statements: Sequence[Sequence[int]]) -> bool:
+def _are_up_to_date(reports: Sequence[_Report]) -> bool:
     """True if ranks that have stepped nothing of a group have the same numbers in it as ranks that have stepped."""
-    known = {digest for has_stepped, _, digest in statements if has_stepped}
-    return not known or {digest for _, _, digest in statements} == known
+    stepped = {report.counters for report in reports if report.has_stepped}
+    return not stepped or {report.counters for report in reports} == stepped
 
 
 def counters_in(group: ParamGroup) -> Values:
