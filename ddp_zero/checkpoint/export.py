@@ -77,6 +77,7 @@ def model_state(path: Path) -> dict[str, Any]:
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
+    """Write a file beside the target, and put it in the place of the target once it is on disk."""
     beside = target.with_name(f".{target.name}.unfinished")
     try:
         with written(beside, "wb") as file:
@@ -106,6 +107,7 @@ def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[st
 
 
 def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dtype]], file: BinaryIO) -> None:
+    """Write tensors to a file of safetensors: each with the dtype that it gets in the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (stored, in_file) in values.items():
@@ -234,6 +236,7 @@ def main(options: Namespace) -> int:
 
 
 def _info(options: Namespace) -> None:
+    """The command ``info``: print a summary of a checkpoint, and on request its tensors."""
     saved = SavedCheckpoint.open(folder_of(options.path))
     print(saved.folder)
     for title, text in summary(saved):
@@ -246,6 +249,7 @@ def _info(options: Namespace) -> None:
 
 
 def summary(saved: SavedCheckpoint) -> list[tuple[str, str]]:
+    """Title and text of each line about a checkpoint."""
     shared, tensors = saved.shared, saved.tensors()
     sizes = Counter[str]()
     for stored in tensors.values():
@@ -277,6 +281,7 @@ def _several(count: int, what: str) -> str:
 
 
 def _export(options: Namespace) -> None:
+    """The command ``export``: write a checkpoint in another format, and print its files."""
     path, out = folder_of(options.path), folder_of(options.out)
     if options.format == "deepspeed-universal":
         if options.fp32 or options.exclude_frozen:

@@ -128,6 +128,7 @@ class Restore:
         return value.within(chunk) if fits else value
 
     def _place_groups(self, optimizer: OptimizerState, first: Mapping[str, str]) -> None:
+        """Match saved groups with groups of the optimizer by the names of parameters, and choose options to load."""
         fit, shared, param_groups = self.fit, self._saved.shared, optimizer.optimizer.param_groups
         live_groups = by_group(self._names, param_groups)
         if not self._saved.is_of(optimizer.class_name):
@@ -217,6 +218,7 @@ class Restore:
                 self._states[index] = state
 
     def _state_dict(self, optimizer: OptimizerState, fill_with: Callable[[StoredTensor], Tensor]) -> dict[str, Any]:
+        """The state dict to load, of this rank's parts, with ``fill_with`` of each stored tensor."""
         states = dict[Any, Any]()
         loaded_here = set(optimizer.loaded_indices())
         for index in filter(loaded_here.__contains__, self._states):

@@ -228,6 +228,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
 
 
 def _write(file: BinaryIO, name: str, tensor: Tensor) -> FileSpan:
+    """Append a tensor, as ``torch.save`` writes it, and return where its elements are in the file."""
     plain = tensor.detach().cpu().contiguous()
     if plain.untyped_storage().nbytes() != plain.nbytes:
         # `torch.save` writes whole storages: a view into flat storage would write all parameters. Not a clone: it would

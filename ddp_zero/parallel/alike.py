@@ -84,6 +84,7 @@ def declare_groups(
 def _declare_parameters(
     agreement: Agreement, members: Sequence[SharedGroups], dim: str, names: Mapping[int, str]
 ) -> None:
+    """Declare dtype, sizes and ``requires_grad`` of the parameters that must be alike along a mesh dimension."""
     for position, number, local in _each_parameter(members):
         is_cut = dim in local.cut_over
         if is_cut and local.source is None and local.declared.get(dim) is None:

@@ -96,6 +96,7 @@ class Averages:
         return reduced.intersection(map(id, params))
 
     def _check(self, all_flags: Tensor) -> None:
+        """Raise on every rank if one has failed, or a parameter must not be averaged; ``all_flags`` by rank."""
         table, name = self.table, self.comm.name
         failed = [name(GroupRank(rank)) for rank, flags in enumerate(all_flags[:, :1].tolist()) if _FAILED in flags]
         if failed:
@@ -192,6 +193,7 @@ class _WithZeros(Function):
 
 
 def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
+    """The identities of the leaf tensors that the graphs of these outputs reach."""
     seen = set[Any]()
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:

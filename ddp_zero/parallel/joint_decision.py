@@ -175,6 +175,7 @@ class GlobalErrorCheck:
         return has_failed
 
     def _has_other_scale(self, comm: Communicator, scales: Sequence[float]) -> bool:
+        """True, with an error noted, if ranks of a level have different loss scales of a `GradScaler`."""
         other = next((rank for rank, scale in enumerate(scales) if scale != scales[0]), None)
         if other is None:
             return False
@@ -185,6 +186,7 @@ class GlobalErrorCheck:
         return True
 
     def _has_other_decision(self, comm: Communicator, digests: Sequence[float], decision: object) -> bool:
+        """True, with an error noted, if ranks of a level are about to decide different things. A collective if so."""
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is None:
             return False
@@ -206,6 +208,7 @@ class GlobalErrorCheck:
         return True
 
     def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:
+        """Gather the first message of a level: every rank's subject, and the numbers of ``head``. See `gather`."""
         # one size for every first message: a rank that has failed meets its peers in the message of their decision,
         # which tells them, instead of leaving them in a collective that it never enters
         first = torch.zeros(_SLOTS + 1, dtype=torch.float64)

@@ -34,6 +34,7 @@ def rename_all(names: Iterable[str], rename: GlobalNames, argument: str, owner: 
 
 
 def _by_prefix(names: Sequence[str], rename: Mapping[str, str], argument: str, owner: str) -> dict[str, str]:
+    """New names by old ones, each by the longest prefix in ``rename``; ValueError for a prefix that fits no name."""
     found, used = {}, set()
     for name in names:
         olds = [old for old in rename if name == old or name.startswith(f"{old}.")]

@@ -333,6 +333,7 @@ class ParallelOptimizer(Optimizer, Joinable):
         return loss
 
     def _take_step(self) -> None:
+        """Average gradients, decide, and step all members; raise errors on all ranks at the end. A collective."""
         join = self._current_join()
         if join is not None and self._join_config.enable and not self._is_shadowing:
             join.before_step()

@@ -229,6 +229,7 @@ class Holdings:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _check_chunks(self, local: LocalParameter) -> None:
+        """NotImplementedError for parts of other sizes than ``torch.chunk`` makes, which a `DTensor` must have."""
         for cut in self._parts.get(local.param, ()):
             chunks = [len(chunk) for chunk in torch.empty(sum(cut.sizes), device="meta").chunk(len(cut.sizes))]
             chunks += [0] * (len(cut.sizes) - len(chunks))
@@ -240,6 +241,7 @@ class Holdings:
                 )
 
     def _extent(self, local: LocalParameter) -> tuple[tuple[int, ...], Chunk]:
+        """The shape of the whole parameter, and this rank's elements of it."""
         shape = tuple(local.param.shape)
         offsets = (0,) * local.param.dim()
         if local.source is not None:
@@ -267,6 +269,7 @@ class Holdings:
         return found
 
     def _placements(self, local: LocalParameter) -> tuple[DeviceMesh, list[Placement]]:
+        """The mesh and placements of a `DTensor` that has the parameter's cuts."""
         declared = self._declared_dims(local)
         if local.source is not None:
             if declared:
@@ -450,6 +453,7 @@ def unpack(
 def _group(
     names: list[str], group: Mapping[str, Any], options: Mapping[str, dict[str, Any]], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """A member's group with the options that were saved for its parameters; ValueError if these differ."""
     missing = next((name for name in names if name not in options), None)
     if missing is not None:
         raise ValueError(

@@ -92,6 +92,7 @@ class Layout:
         return self.values_of_rank[rank].entries[name]
 
     def _check(self, name: str, holders: Sequence[int]) -> None:
+        """ValueError unless the ranks that hold a name hold the same value, or parts that make up one."""
         first = holders[0]
         expected = self._entry(first, name)
         chunks: dict[Chunk, int] = {}

@@ -147,6 +147,7 @@ def value_of(name: str, entry: Any) -> Value:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
+    """The module inside wrappers of DDP, ``torch.compile`` and containers of one DDP model."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

@@ -210,6 +210,7 @@ _SCALED = (
 
 
 def _advice(function: str, is_target: bool) -> str:
+    """The advice for code that has called a torch function on an absent gradient, by the function and its caller."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
     inside = takewhile(lambda name: name.split(".")[0] in ("torch", "ddp_zero", "traceback"), modules)
     if any(name.startswith("torch.optim.") for name in inside):
@@ -334,6 +335,7 @@ class AbsentGradient(Tensor):
 
 
 def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
+    """A placeholder for a parameter's gradient of which this rank has at most ``part``; ``reason`` is for messages."""
     element = torch.full((), _UNKNOWN if param.is_floating_point() else 0, dtype=param.dtype, device=param.device)
     absent = _absent_of(element, param.shape)
     absent.consumed = consumed

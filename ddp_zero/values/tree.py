@@ -131,6 +131,7 @@ def unflatten(text: str, tensors: Sequence[object]) -> Tree:
 
 
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
+    """A tree as values of JSON. Its tensors are appended to ``tensors``. TypeError for other values."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Awaited):

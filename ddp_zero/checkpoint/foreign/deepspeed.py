@@ -171,6 +171,7 @@ class _Reader:
         )
 
     def _check_files(self) -> None:
+        """ValueError for a checkpoint of stage 3, or of other parallelism than data parallelism."""
         models = [match[1] for name in self.names if (match := _MODEL.fullmatch(name))]
         if any(_STAGE_3.fullmatch(name) for name in self.names):
             raise ValueError(
@@ -205,12 +206,12 @@ class _Partitioned:
                 f"{sorted(files)}. {_COPY} [ZERO-621]"
             )
         loaded = [reader.load(files[rank]) for rank in sorted(files)]
-        self._ranks = [one["optimizer_state_dict"] for one in loaded]
+        self._ranks = [content["optimizer_state_dict"] for content in loaded]
         self._group_of = {name: place for place, group in enumerate(shapes) for name in group}
         self.common = self._ranks[0]
         base = self.common["base_optimizer_state"]
         self.groups = base["param_groups"] if isinstance(base, dict) else ()  # an elastic checkpoint has no options
-        configs = [one.get("ds_config") for one in (model, *loaded)]
+        configs = [content.get("ds_config") for content in (model, *loaded)]
         self._places = [
             self._places_in(place, group, any(map(_deals_round_robin, configs)), reader.folder)
             for place, group in enumerate(shapes)
@@ -223,34 +224,35 @@ class _Partitioned:
 
         Raises ValueError if the ranks' own mappings differ without round-robin, or if elements are missing.
         """
-        found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
+        places_of_ranks, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
         for number, rank in enumerate(self._ranks):
             start = end
             end = end + rank["single_partition_of_fp32_groups"][place].shape[0]
-            here: dict[str, tuple[int, int]] = {}
+            by_shapes: dict[str, tuple[int, int]] = {}
             for name, last, shape in zip(shapes, ends, shapes.values(), strict=True):
                 begin, stop = max(start, last - math.prod(shape)), min(end, last)
                 if begin < stop:
-                    here[name] = begin - start, stop - begin
-            mapped = {name: _slice(name, address) for name, address in rank["param_slice_mappings"][place].items()}
-            mapped = {name: address for name, address in mapped.items() if address[1]}
-            counts.update({name: count for name, (_, count) in mapped.items()})
-            if here != mapped and not is_round_robin:
-                name = next(name for name in (*here, *mapped) if here.get(name) != mapped.get(name))
+                    by_shapes[name] = begin - start, stop - begin
+            by_mappings = {name: _slice(name, address) for name, address in rank["param_slice_mappings"][place].items()}
+            by_mappings = {name: address for name, address in by_mappings.items() if address[1]}
+            counts.update({name: count for name, (_, count) in by_mappings.items()})
+            if by_shapes != by_mappings and not is_round_robin:
+                name = next(name for name in (*by_shapes, *by_mappings) if by_shapes.get(name) != by_mappings.get(name))
                 raise ValueError(
-                    f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at {here.get(name)} "
-                    f"by param_shapes and at {mapped.get(name)} by param_slice_mappings, and no round_robin_gradients "
-                    "in its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal. [ZERO-621]"
+                    f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at "
+                    f"{by_shapes.get(name)} by param_shapes and at {by_mappings.get(name)} by param_slice_mappings, "
+                    "and no round_robin_gradients in its configuration. Convert it with DeepSpeed's zero_to_fp32 or "
+                    "ds_to_universal. [ZERO-621]"
                 )
-            found.append(here)
+            places_of_ranks.append(by_shapes)
         expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
         if end < sum(expected.values()) or counts != expected:
             raise ValueError(
                 f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. {_COPY} "
                 "[ZERO-621]"
             )
-        return found
+        return places_of_ranks
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """A parameter in fp32, as ``fp32``, and its states."""

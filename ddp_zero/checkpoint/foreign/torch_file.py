@@ -183,6 +183,7 @@ def open_archive(folder: Path, name: str) -> Archive:
 
 
 def _read_archive(file: BinaryIO, name: str) -> Archive:
+    """Read the pickle of an archive, and the place of each storage in it; ValueError if anything is unusual."""
     size = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -289,6 +290,7 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
+        """Carry out one instruction of a pickle; ValueError for one that is not harmless or not known."""
         stack, memory = self.stack, self._memory
         match name:
             case "FRAME":  # a hint for readers

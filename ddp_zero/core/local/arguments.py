@@ -137,6 +137,7 @@ def named_params_in(params: object) -> list[tuple[str, Tensor]]:
 
 
 def first_device(params: object) -> torch.device | None:
+    """The device of the first parameter in any form of parameters or groups; None if there is none."""
     while not isinstance(params, torch.Tensor):
         if isinstance(params, Optimizer):
             params = params.param_groups

@@ -294,6 +294,7 @@ class CopyPipeline:
     def _perform(
         self, actions: Sequence[Action], inputs: Callable[[], Sequence[StepInputs]]
     ) -> Iterator[tuple[int, HostGradients]]:
+        """Perform the actions in order; yields each bucket that is on the host, with its gradients, to be stepped."""
         for action in actions:
             buffer = self._buffers[action.buffer]
             if isinstance(action, CopyToHost):
@@ -306,6 +307,7 @@ class CopyPipeline:
 
     @torch.no_grad()
     def _send(self, buffer: _StagingBuffer, inputs: Sequence[StepInputs]) -> None:
+        """Start to copy gradients, and values of parameters, from the device into a staging buffer."""
         values = [each.value for each in inputs if each.value is not None]
         sources = [*(each.gradient for each in inputs), *values]
         targets = buffer.views_like(sources, self._transfer)
@@ -320,6 +322,7 @@ class CopyPipeline:
 
     @torch.no_grad()
     def _step(self, bucket: int, buffer: _StagingBuffer) -> Iterator[tuple[int, HostGradients]]:
+        """Yield a bucket whose copies are in the buffer, to be stepped by the caller, and free the buffer."""
         for each in buffer.inputs:
             if each.value is not None:
                 each.stepped.copy_(each.value)

@@ -348,6 +348,7 @@ class LocalStep:
         self.options.note_changes_of_step(self._exposed())
 
     def _step_groups(self, groups: list[ParamGroup]) -> Any:
+        """Call the inner optimizer's ``step`` with these groups in place of its own, as for a single bucket."""
         inner = self.inner
         whole = inner.param_groups
         if groups is not whole:

@@ -215,6 +215,7 @@ class ParameterTable:
         ]
 
     def _hints_for(self, hints_of: HintsOf, index: int, group: Mapping[str, Any]) -> PartitionHints:
+        """The hints for a parameter; an error of ``hints_of`` is raised with the parameter named."""
         try:
             return hints_of(self.params[index], group)
         except (TypeError, ValueError) as error:
@@ -282,6 +283,7 @@ class ParameterTable:
         ]
 
     def _check_dense(self) -> None:
+        """ValueError for a parameter that is not initialised, nested or sparse."""
         for index, param in enumerate(self.params):
             name = self._names[index]
             label = f"parameter {index}" if name is None else f"parameter {index} {name!r}"

@@ -279,6 +279,7 @@ class PackedStorage:
         return list(recv_buffer.split(numel))
 
     def _recv_buffer_for(self, segment: Segment) -> Tensor:
+        """The memory into which a segment is received: flat storage that is its parameters, or a new tensor."""
         alias = self._alias(segment)
         if alias is not None:
             return alias

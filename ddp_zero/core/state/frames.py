@@ -104,6 +104,7 @@ def receive_into(connection: Connection, memory: memoryview) -> None:
 
 
 def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
+    """Send blocks of bytes in order, consecutive small ones as one message."""
     # small parts in one message, so that a busy peer wakes up once; large ones from their own memory, without a copy
     joined = bytearray()
     for part in parts:
@@ -119,6 +120,7 @@ def _send_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
 
 
 def _receive_joined(connection: Connection, parts: Iterable[memoryview]) -> None:
+    """Receive blocks that `_send_joined` has sent, into memory of the same sizes."""
     small, size = list[memoryview](), 0
     for part in parts:
         if size + len(part) > _SMALL_BYTES:

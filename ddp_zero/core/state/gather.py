@@ -146,6 +146,7 @@ def _copied(owned: OwnedStates, flat: Flat) -> OwnedStates:
 
 
 def _messages(states: Mapping[int, dict[Any, Any]]) -> Iterator[dict[int, dict[Any, Any]]]:
+    """Split states, by index, into messages of at least `MESSAGE_BYTES`, but for the last."""
     message, nbytes = dict[int, dict[Any, Any]](), 0
     for index, state in states.items():
         message[index] = state
@@ -290,6 +291,7 @@ class OnDemandGather:
             self._answer_for_state(request, asked["count"], asked["plan"])
 
     def _answer_for_state(self, request: Request, count: int, plan: int) -> None:
+        """Answer a peer that asks for this rank's states after change ``count``: with them, or why not."""
         changes = self._shard.changes
         if changes.ended < count:
             where = "within" if changes.is_under_way else "after"

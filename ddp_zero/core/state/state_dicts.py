@@ -128,6 +128,7 @@ class _ByParameter(MutableMapping[Any, Any]):
             shard.inner_state[key] = value
 
     def _write(self, shard: Shard, index: int, value: Any) -> None:
+        """Set a parameter's state, given in the shape of the whole: this rank keeps the elements that it owns."""
         table = shard.table
         stepped = shard.targets[index]
         part = shard.targets.part(index)
@@ -433,6 +434,7 @@ class StateDicts:
     # agreement on one side would pair with a message of the other and hang both.
 
     def _send_to_peers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Check a state dict, send its structure and each peer's states, and load this rank's. A collective."""
         shard, comm = self._shard, self._shard.everyone
         with Agreement(comm, _LOADING):
             prepared = self._prepare(optimizer, state_dict)
@@ -455,6 +457,7 @@ class StateDicts:
         self._load_copy(optimizer, prepared)
 
     def _receive_and_load(self, optimizer: Optimizer, sender: GroupRank) -> None:
+        """Receive the structure of a state dict and this rank's states from the sender, and load them. A collective."""
         shard, comm = self._shard, self._shard.everyone
         device = shard.table.accelerator()
         with Agreement(comm, _LOADING):
@@ -559,6 +562,7 @@ class StateDicts:
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _qualified_names(self, model: nn.Module | LiveModel | None) -> list[str]:
+        """The names of all parameters in the model, or as the user gave them; ValueError without either."""
         table = self._shard.table
         if model is not None:
             return table.names_in(model if isinstance(model, LiveModel) else LiveModel(model))
@@ -710,6 +714,7 @@ def restrict_state_dict(
 
 
 def _check_master(value: Mapping[str, Any], table: ParameterTable, index: int, targets: StepTargets) -> Tensor:
+    """The master in a saved state; ValueError if it is no fp32 tensor, or this optimizer keeps none."""
     master = value[MASTER_KEY]
     if not targets.masters.needs_master(index):
         raise ValueError(
@@ -733,6 +738,7 @@ def _localise_group(
     local_id: Mapping[Tensor, int],
     owned: Collection[Tensor],
 ) -> ParamGroup:
+    """A saved group, with the indices and names of the parameters that this rank owns in place of all."""
     per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
     if "param_names" in saved:
         names = zip(exposed["params"], saved["param_names"], strict=True)
@@ -752,6 +758,7 @@ def restore_shared_tensors(loaded: Sequence[ParamGroup], exposed: Sequence[Param
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
+    """ValueError unless a state dict has as many groups, parameters and names as the exposed groups."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(

@@ -210,6 +210,7 @@ class CouplingWatch:
             self._local_step.mirror_to_exposed()
 
     def _raise_mismatch(self, mine: dict[GroupIndex, Values], local_mismatch: str) -> None:
+        """RuntimeError on every rank about the first value that differs between buckets or ranks. A collective."""
         shown = [local_mismatch, [[place, values] for place, values in mine.items()]]
         snapshots: list[OptionSnapshot] = []
         for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
@@ -251,6 +252,7 @@ def _is_counter(value: Any) -> bool:
 
 @torch.no_grad()
 def _set_counter(group: ParamGroup, name: str, written: str) -> None:
+    """Set an option to a number that another rank sent as text, in the form that it has here; a tensor in place."""
     now = group.get(name)
     if isinstance(now, Tensor):
         now.fill_(float(written))

@@ -420,6 +420,7 @@ class Decision:
         return nonfinite != "step" and (nonfinite is not None or context.waits or self.why_wait() is not None)
 
     def _stats_of(self, context: StepContext, limits: Limits, inverse: Tensor | float | None) -> GradientStats:
+        """Read the owned gradients: their norms if any ``limits`` exist, else whether they are finite. A collective."""
         shard, source, amp = self._shard, context.source, context.amp
         indices = shard.binding.owned()
         grads = source.gradients(indices)
@@ -447,6 +448,7 @@ class Decision:
         return GradientStats(self._totals(limits, counted), self.options.norm_type, flags, find)
 
     def _verdict(self, inspection: Inspection, stats: GradientStats) -> _Verdict:
+        """Conclude from the stats of the whole model whether gradients are finite, and the clip coefficients."""
         limits, amp = inspection.limits, inspection.context.amp
         if not limits:
             return _Verdict(bool(stats.flag), may_be_overflow=amp is None)
@@ -504,6 +506,7 @@ class Decision:
     # Clipping
 
     def _limits(self) -> Limits:
+        """The limits of norms, with the groups that each bounds; ValueError for an invalid limit of a group."""
         groups, has_group_limits, limit = self._shard.param_groups, self._honours_groups, self.options.max_grad_norm
         common_groups = tuple(
             position for position, group in enumerate(groups) if not has_group_limits or GROUP_LIMIT not in group
@@ -536,6 +539,7 @@ class Decision:
     # Skipping
 
     def _skip_step(self, inspection: Inspection, norm: Number, found: NonfiniteGradient | None) -> None:
+        """Record a skipped step and adapt the loss scale; raises RuntimeError where a step must not be skipped."""
         context = inspection.context
         reason = "the norm of all gradients has overflowed" if found is None else found.description
         minimum = None

@@ -197,6 +197,7 @@ class LateChanges:
 
     @contextmanager
     def _dropped_gradients(self) -> Iterator[None]:
+        """A context in which gradients that were set to None since `remember` are back in ``param.grad``."""
         params = self._shard.table.params
         dropped = [index for index in self._kept_gradients if params[index].grad is None]
         for index in dropped:
@@ -223,6 +224,7 @@ class LateChanges:
     # Comparing
 
     def _changed_tensor(self) -> str | None:
+        """The first gradient or parameter whose address or version has changed since `remember`, in words, or None."""
         index = self.changed_gradient()
         if index is not None:
             return f"the gradient of {self._shard.table.label(index)}"
@@ -236,6 +238,7 @@ class LateChanges:
         return self._shard.table.label(min(compress([*noted, *noted], differs)))
 
     def _changed_option(self) -> str | None:
+        """A description of the first option of a group that has changed since `remember`, or None."""
         for position, (options, group) in enumerate(zip(self._options, self._shard.param_groups, strict=False)):
             noted = options.noted
             if options.are_same(group):
@@ -259,6 +262,7 @@ class LateChanges:
         return None
 
     def _compare_later(self) -> None:
+        """Start a comparison of all sums on the accelerator, whose result a later check reads without waiting."""
         kinds = (self._sums, self._current_sums()), (self._grad_sums, self._current_grad_sums())
         pairs = [pair for noted, found in kinds for pair in zip(*noted.paired_with(found)[1:], strict=True)]
         device = next(before.device for before, _ in pairs if before.device.type != "cpu")

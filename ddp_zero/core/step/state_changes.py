@@ -140,6 +140,7 @@ class StateChanges:
             self._first_write.note(device)
 
     def _open(self, devices: Sequence[torch.device]) -> None:
+        """Count a new change, and keep the state before it as a version if devices may go on to read that."""
         keeps = self.keeps_versions and all(device.type != "cpu" for device in devices)
         if keeps:
             self._drop_overwritten()
@@ -157,6 +158,7 @@ class StateChanges:
             self.begun += 1
 
     def _drop_overwritten(self) -> None:
+        """Drop the versions that later changes may have overwritten; may wait for a device to reach the last change."""
         last = self._versions.get(self.begun - 1)
         if last is not None and not last.may_be_overwritten and _has_new_tensors(last.values, self._inner.state):
             # an optimizer that puts new tensors into its state would keep as many states in memory as the script is
