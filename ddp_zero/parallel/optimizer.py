@@ -132,7 +132,7 @@ class ParallelOptimizer(Optimizer, Joinable):
             Optimizer.__setstate__(self, {"defaults": {}})
             self._recipe = Recipe(optimizer_class, options, shard_group, global_names, self._own_groups)
             shared = share_groups(self._own_groups, self._axes.other_dims, mesh, model, shard_group)
-            shape = [(local.positions, local.ddp is not None, local.shard_group is not None) for local in shared]
+            shape = [(groups.positions, groups.ddp is not None, groups.shard_group is not None) for groups in shared]
             declare_groups(self._axes, agreements, self._own_groups, shared, optimizer_class, model)
             agreements[0].declare("parameter groups with a process group, a DDP model, and a shard group", shape)
         self._model = weakref.ref(model)

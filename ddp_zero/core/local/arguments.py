@@ -125,15 +125,15 @@ def check_in_one_group(groups: object) -> None:
 
 def named_params_in(params: object) -> list[tuple[str, Tensor]]:
     """The parameters in an optimizer's argument, with names as far as they have any."""
-    found: list[tuple[str, Tensor]] = []
-    for one in params if isinstance(params, Iterable) else ():
-        if isinstance(one, Mapping):
-            found += named_params_in(one["params"])
-        elif isinstance(one, tuple):
-            found.append((one[0], one[1]))
+    named: list[tuple[str, Tensor]] = []
+    for item in params if isinstance(params, Iterable) else ():
+        if isinstance(item, Mapping):
+            named += named_params_in(item["params"])
+        elif isinstance(item, tuple):
+            named.append((item[0], item[1]))
         else:
-            found.append(("", one))
-    return found
+            named.append(("", item))
+    return named
 
 
 def first_device(params: object) -> torch.device | None:
@@ -144,7 +144,7 @@ def first_device(params: object) -> torch.device | None:
         elif isinstance(params, Mapping):
             params = params.get("params")
         elif isinstance(params, Sequence) and params and not isinstance(params, str):
-            params = next((one for one in params if not isinstance(one, str)), None)
+            params = next((item for item in params if not isinstance(item, str)), None)
         else:
             return None
     return params.device

@@ -116,17 +116,17 @@ class Instance:
 
     def digest(self) -> str:
         """A digest of the state, by position of the parameter: equal on ranks with equal states."""
-        position = {id(param): place for place, param in enumerate(self._params)}
-        found = []
+        index_of_id = {id(param): index for index, param in enumerate(self._params)}
+        entries = []
         for key, state in self.state.items():
             try:
                 text, tensors = flatten(state)
             except TypeError:  # it cannot travel; names have to do
                 text = ",".join(map(str, state))
                 tensors = []
-            name = position.get(id(key), str(key)) if isinstance(key, Tensor) else key
-            found.append((name, text, [bit_sum_of(tensor) for tensor in tensors]))
-        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+            name = index_of_id.get(id(key), str(key)) if isinstance(key, Tensor) else key
+            entries.append((name, text, [bit_sum_of(tensor) for tensor in tensors]))
+        return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
 
     def retire(self, new_owner: Optimizer) -> None:
         """Make the instance forward to the optimizer that has taken it over; that optimizer gets its hooks."""

@@ -228,16 +228,16 @@ class OnDemandGather:
         """Request and receive a rank's states, of these parts of parameters."""
         shard, comm = self._shard, self._shard.comm
         final, key = self._first_answer(peer, {"count": shard.changes.begun, "plan": shard.binding.digest})
-        found = OwnedStates(parts, {}, {})
+        received = OwnedStates(parts, {}, {})
         device = shard.table.accelerator()
         if "connection" in final:
             with self._listener.connection_to(key, self._time_out) as connection:
                 while "births" in (final := receive_frame(connection)):
-                    found.births.update({index: (step, place) for index, (step, place) in final["births"]})
-                    found.states.update(receive_tree(connection, final, device))
+                    received.births.update({index: (step, place) for index, (step, place) in final["births"]})
+                    received.states.update(receive_tree(connection, final, device))
         if "type_error" in final:
             raise TypeError(coded(final["type_error"], "[ZERO-611]"))
-        if final.get("end") != len(found.states):
+        if final.get("end") != len(received.states):
             message = (
                 f"Expected {comm.name(peer)} to have the state that {comm.name(comm.group_rank)} has, got "
                 f"{final.get('refused', 'a part of the state')}. If this rank is between backward() and opt.step(), "
@@ -245,7 +245,7 @@ class OnDemandGather:
                 "consolidate_state_dict() on all of them before state_dict()."
             )
             raise RuntimeError(coded(message, "[ZERO-602]"))
-        return found
+        return received
 
     def _first_answer(self, peer: GroupRank, request: Frame) -> tuple[Frame, str]:
         """Ask until the rank no longer answers with "wait". Returns the answer and the key of its connection."""
