@@ -331,6 +331,7 @@ void Engine::free(char* memory) {
 
 void Engine::record_use(const void* memory, int stream) {
   if (drops("record_stream")) return;
+  check_home(device_of(stream), "record_stream");
   std::lock_guard<std::mutex> lock(mutex_);
   Block* block = find(uintptr_t(memory));
   if (block != nullptr && block->stream != stream) block->recorded.push_back(stream);

@@ -110,6 +110,7 @@ def _use_of_another_device_than_that_of_training_is_a_fault(setup: Setup, sim: A
         "allocation": lambda: torch.empty(3, device="sim"),
         "event": torch.Event("sim:1").record,
         "wait": event.wait,
+        "record_stream": lambda: there.record_stream(_current(0)),
         "aten::fill_": lambda: here.fill_(1),
     }
     for expected, work in strays.items():
