@@ -70,6 +70,7 @@ INTERNAL = {
     "parallel/alike.py:difference": "a fact that its caller has established",
     "core/backward/bucket_gradients.py:whole": "an abstract method",
     "core/comm/tracing.py:warn": "the message of its caller",
+    "core/comm/parameter_sync.py:_complete_all": "the error of a sync or a step, where nothing can be raised",
     "core/backward/hook.py:_report_unconfirmed": "the message of `check_confirmed`, where nothing can be raised",
     "core/backward/hook.py:_finish_backward": "a message of `reason_to_refuse`, whose returns are followed elsewhere",
     "core/engine/shardable.py:check_unknown": "the kept message of an earlier `check_shardable`",

@@ -264,7 +264,7 @@ def _complete_all() -> None:
                 syncs.complete()
             except Exception as error:  # nothing has used the parameters since
                 if syncs.process == os.getpid():
-                    logger.error("%s: %s", type(error).__name__, error)
+                    logger.error("%s", error)
 
 
 class ParameterSync:
