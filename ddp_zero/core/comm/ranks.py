@@ -60,6 +60,10 @@ class Agreement:
         """Add a fact that must have the same value on every rank."""
         self._facts[fact] = str(value)
 
+    def declare_each(self, facts: Mapping[str, object]) -> None:
+        """Add facts, by name."""
+        self._facts.update(zip(facts, map(str, facts.values()), strict=True))
+
     def declare_options(self, group: Mapping[str, Any], known: Collection[str], place: str) -> None:
         """Add the options of a parameter group, whose name in messages is ``place``.
 

@@ -116,11 +116,9 @@ def build_engine(
         agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in exposed])
         agreement.declare("max_byte_imbalance", max_byte_imbalance)
         agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
-        reduced = zip(("stage", "grad_comm_dtype", "gradient_predivide_factor"), stage, strict=True)
-        for name, value in [*reduced, *vars(options).items()]:
-            agreement.declare(name, value)
-        agreement.declare("overlap_with_ddp", overlap_with_ddp)
-        agreement.declare("partition", division.name)
+        reduced = dict(zip(("stage", "grad_comm_dtype", "gradient_predivide_factor"), stage, strict=True))
+        placed = {"overlap_with_ddp": overlap_with_ddp, "partition": division.name}
+        agreement.declare_each({**reduced, **vars(options), **placed})
         agreement.declare_parameters(table)
         binding = Binding(ranks, table, parameters_as_bucket_view, options.sync == "forward", division)
         stepped = StepTargets(table, options.master_weights, placement_for(options.offload))
