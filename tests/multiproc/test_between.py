@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -133,6 +134,31 @@ def _a_change_in_a_later_iteration_alone_is_refused(
             twins.opt.step()
         assert "overlap_with_ddp=False" in str(caught.value), f"{name}: the remedy"
         assert "(rank " in str(caught.value), f"{name}: the rank"
+
+
+@case(2)
+def _an_option_that_backward_sets_is_in_time_or_refused(setup: Setup) -> None:
+    refused = []
+    for name, mode in MODES.items():
+        twins = twins_of(ddp={"bucket_cap_mb": 1e-4}, **mode)
+        twins.train(setup, 4)
+        assert_overlapped(twins.opt)
+        twins.zero_grad()
+        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            last = next(model.parameters())
+            removed = last.register_hook(lambda _, chosen=optimizer: _set_lr(model, chosen))  # noqa: B023
+            run_backward(setup, model, 4)
+            removed.remove()
+        twins.plain.step()
+        try:
+            twins.opt.step()
+        except RuntimeError as error:
+            assert re.search(r"has set 'lr' of parameter group 0 to 0\.005 after .*\(rank", str(error)), error  # noqa: PT017
+            assert twins.opt.param_groups[0]["lr"] == 0.005
+            refused.append(name)
+        else:
+            assert_equal_models(twins.plain_model, twins.model, name)
+    assert refused == ["stage 1 interleaved, packed", "stage 2", "sync in forward"], refused
 
 
 @case(2, few=every_other(MODES), every=MODES)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -213,6 +214,8 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_stepped: list[list[ParamGroup]] = []  # the groups of each bucket stepped so far
         self._options: list[ParamGroup] = []  # of each group at the beginning of the step
+        self._given: list[list[Any]] = []  # the values in each group of the user's then
+        self.changed_within = ""  # an option that the loop has set while the last step was taken, for a message
         self._plain_counters: list[dict[Any, Any]] = []  # attributes of each optimizer in ``_parts``, likewise
         self._shared_counters: dict[Any, Any] = {}  # in state that belongs to no parameter, likewise
         self._sizes: tuple[list[int], int] = ([], 0)  # numbers of attributes and of states, before new counters
@@ -251,9 +254,11 @@ class LocalStep:
                 self.loss = closure()
         self._groups_stepped = []
         self._step = _unwrapped_step(self.inner)
-        self.options.note_changes_of_loop(self._exposed())
+        exposed = self._exposed()
+        self.options.note_changes_of_loop(exposed)
         self.mirror_to_inner()
-        self._options = [options_of(group) for group in self._exposed()]
+        self._options = [options_of(group) for group in exposed]
+        self._given = [[*group.values()] for group in exposed]
         self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self.inner.state
         if len(state) != self._known_states:  # it takes long to check all states
@@ -334,7 +339,19 @@ class LocalStep:
                 source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
                 if source is not group:
                     copy_options(source, group)
+        self.changed_within = ""
+        for place, (given, exposed) in enumerate(zip(self._given, self._exposed(), strict=True)):
+            if not all(map(is_, given, exposed.values())):
+                self._keep_changes_within(place, exposed)
         self.mirror_to_exposed()
+
+    def _keep_changes_within(self, place: int, exposed: ParamGroup) -> None:
+        """Note options that code run by backward has set since `begin`, which the next step takes."""
+        before = self._options[place]
+        for key, value in exposed.items():
+            if key not in PER_PARAMETER_KEYS and (key not in before or value is not before[key]):
+                self.inner.param_groups[place][key] = value
+                self.changed_within = f"{key!r} of parameter group {place} to {value!r}"
 
     def mirror_to_inner(self) -> None:
         """Copy the options that the user set on the exposed groups to the inner groups."""

@@ -142,6 +142,13 @@ class LateChanges:
 
         This does not wait for an accelerator: `check_earlier` reports writes through ``data`` there.
         """
+        if changed := self._shard.local_step.changed_within:
+            raise RuntimeError(
+                f"The step was taken inside backward, which has set {changed} after buckets were stepped "
+                f"({self._rank}). In a plain loop this step would use the change. Make it before backward() or after "
+                "opt.step(), or build the optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)). "
+                "[ZERO-304]"
+            )
         late = self._changed_tensor() or self._changed_option() or self._changed_state()
         devices = {*map(_DEVICE, self._sums.totals), *map(_DEVICE, self._grad_sums.totals)}
         if late is None and any(device.type != "cpu" for device in devices):
