@@ -24,7 +24,7 @@ BOUNDS = {
     "`state_dict()`": (16, 41, 285),
     "`checkpoint.save`": (27, 302, 1853),
     "`checkpoint.load`": (35, 577, 2570),
-    "`deepspeed.initialize`": (83, 731, 1486),
+    "`deepspeed.initialize`": (83, 720, 1474),
     "an iteration of its engine": (45, 331, 523),
 }
 
