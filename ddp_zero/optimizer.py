@@ -573,7 +573,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: between a backward pass that has stepped and ``opt.step()``; if it failed on another rank.
         """
         check = partial(self._attachment.check_before_step, "opt.load_state_dict()")
-        self._states.load_state_dict(self, state_dict, check, may_communicate=not self._attachment.joins)
+        self._states.load_state_dict(self, state_dict, check, may_communicate=not self._attachment.in_join)
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.

@@ -165,7 +165,7 @@ def shard_of(opt: ZeroRedundancyOptimizer) -> Shard:
 
 def joins(opt: ZeroRedundancyOptimizer) -> bool:
     """True if ranks may have run out of inputs, within `Join`."""
-    return opt._attachment.joins
+    return opt._attachment.in_join
 
 
 def passes_of(opt: ZeroRedundancyOptimizer) -> ForwardPasses:
@@ -254,7 +254,7 @@ def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tens
     hook = opt._attachment.hook
     if hook is None:
         return []
-    sums = hook.gradients.wholes or hook.gradients
+    sums = hook.gradients.whole_gradients or hook.gradients
     return [sums.in_accumulation_dtype(index) for index in range(count)]
 
 

@@ -15,7 +15,7 @@ _SHOWN = 5  # parameters that differ, in a message
 def check_agreement(engine: Engine) -> None:
     """Raise on every rank if any parameter differs between ranks. A collective."""
     shard = engine.shard
-    if engine.attachment.joins:
+    if engine.attachment.in_join:
         raise RuntimeError(
             "opt.check_agreement() is not supported inside Join: ranks that have joined would not take part. Call "
             "it after the Join context. [ZERO-310]"

@@ -141,7 +141,7 @@ class Comparison:
         self.note_options(is_silent=False)
         self._dims: dict[int, str | None] = {id(axes.data_comm): None}
         self._dims |= {id(comm): dim for dim, comm in axes.comm_of_dim.items()}
-        self._pipeline = axes.pipeline
+        self._pipeline_dim = axes.pipeline
         groups = [member.shared for member in members]
         replicating_dims = [dim for dim in axes.comm_of_dim if dim != axes.pipeline]
         self._replicated = {dim: _replicated_parameters(groups, dim) for dim in replicating_dims}
@@ -158,7 +158,7 @@ class Comparison:
         dim = self._dims[id(comm)]
         if self._is_silent:
             return []
-        if dim is not None and dim == self._pipeline:
+        if dim is not None and dim == self._pipeline_dim:
             groups = self._groups_of_stage()
             return [
                 float(digest_of([groups[key].options for key in keys])) if comm.group_rank in ranks else 0.0
@@ -171,7 +171,7 @@ class Comparison:
 
     def difference(self, comm: Communicator) -> tuple[GroupRank, str]:
         dim = self._dims[id(comm)]
-        options = self._groups_of_stage() if dim is not None and dim == self._pipeline else self._options()
+        options = self._groups_of_stage() if dim is not None and dim == self._pipeline_dim else self._options()
         training = {local.label: _training(local) for local in self._replicated.get(dim or "", ())}
         if self._is_silent:
             options, training = {}, {}

@@ -29,7 +29,9 @@ from ddp_zero.snapshots.seals import SLOTS, Seal, names_of_part, write_privately
 
 _LOCK = ".lock"
 _PAUSE = 0.05
+"""Seconds between two tries to lock the folder."""
 _ALIGNMENT = 64
+"""Bytes to a multiple of which a tensor begins in a file."""
 GRACE = 1.0
 """Seconds to wait once more for a process for which patience has run out."""
 _SPARE = 0.05

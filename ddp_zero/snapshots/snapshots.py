@@ -530,7 +530,7 @@ def _place(root: Path) -> str:
 
 
 def _check_not_joined(optimizer: Optimizer | None) -> None:
-    if any(engine_of(one).attachment.joins for one in members_of(optimizer)):
+    if any(engine_of(one).attachment.in_join for one in members_of(optimizer)):
         raise RuntimeError(
             "Snapshots.step() is not supported inside Join: ranks that have joined would not take part. Give every "
             "rank the same number of batches, or take snapshots outside the Join context. [ZERO-641]"

@@ -131,9 +131,9 @@ def _each_optimizer(setup: Setup) -> None:
 
 
 @case(2)
-def _optimizers_that_torch_lacks(setup: Setup) -> None:
+def _lion_and_muon_train_as_in_deepspeed(setup: Setup) -> None:
     """Lion, which DeepSpeed runs on CPUs only where its state is offloaded; Muon, which it clips otherwise."""
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # it is, slowly
     offload = {"device": "cpu"}
     lion = {"type": "Lion", "params": {"lr": 0.001, "betas": [0.9, 0.99], "weight_decay": 0.1}}
     for stage in (1, 2):
@@ -219,7 +219,7 @@ def _fp16_with_forced_overflows(setup: Setup) -> None:
 
     DeepSpeed asks whether the CPU has instructions for fp16; torch computes it without, too.
     """
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # it is, slowly
     for stage, rounds, fp16 in (
         (1, 1, {"hysteresis": 2}),
         (1, 2, {"hysteresis": 1, "min_loss_scale": 16}),

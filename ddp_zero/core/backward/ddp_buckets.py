@@ -247,7 +247,7 @@ class DdpBuckets:
         self._num_passes = 0
         self._finds_unused = finds_unused(ddp)
         self._usage: dict[int, _DdpUsageCounts] = {}  # of the last pass that has asked, by index of DDP's bucket
-        self._unused_here: list[Tensor] = []  # in this pass
+        self._unused_on_this_rank: list[Tensor] = []  # in this pass
         self._left_out: AbstractSet[int] = frozenset()  # the parameters that no rank uses, in a static graph
         self._is_final = self._finds_unused  # whether DDP keeps its buckets from now on
         self.follow_plan()
@@ -264,7 +264,7 @@ class DdpBuckets:
             self.drop()
         self._missing = [*map(len, self._plan.members), 1]
         self._num_covered, self._order, self._sizes = 0, [], []
-        self._unused_here = []
+        self._unused_on_this_rank = []
 
     def drop(self) -> None:
         """Drop the buckets of a pass."""
@@ -281,7 +281,7 @@ class DdpBuckets:
         if was_consumed:
             with not_awaiting_params():
                 # stepped, but for those that no rank has used: a graph over these is still good
-                increment_version([param for param in self._unused_here if param.grad is not None])
+                increment_version([param for param in self._unused_on_this_rank if param.grad is not None])
         self.drop()
 
     def reset(self) -> None:
@@ -342,7 +342,7 @@ class DdpBuckets:
         params, index_of = bucket.params, self._shard.table.index_of
         if in_backward():
             held = [param.grad is not None for param in params]
-            self._unused_here += [param for param, is_held in zip(params, held, strict=True) if not is_held]
+            self._unused_on_this_rank += [param for param, is_held in zip(params, held, strict=True) if not is_held]
         else:
             # as DDP on a rank that has joined, which adds the answer of its last pass
             held = self._usage[index].are_used() if index in self._usage else [False] * len(params)
@@ -375,7 +375,7 @@ class DdpBuckets:
         self._num_covered = num_covered
         return range(first, num_covered)
 
-    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
+    def build_buckets_or_order(self, in_join: bool) -> list[int] | None:
         """The buckets of the plan in the order in which they became full; None: not known yet, on any rank.
 
         Has DDP build its final buckets now, if it is to build any; a collective then. In the next forward pass it would
@@ -385,8 +385,8 @@ class DdpBuckets:
         self._sizes = []
         self._num_passes += 1
         if self._is_final:
-            return None if has_joins else self._order
-        if ddp is not None and not has_joins and self._num_passes > has_static_graph(ddp):
+            return None if in_join else self._order
+        if ddp is not None and not in_join and self._num_passes > has_static_graph(ddp):
             # now: strides may change before the next pass, in which the buckets are first seen
             # none if they are built already, perhaps for another optimizer: they are looked at in the next pass then
             built = enumerate(rebuild_buckets(ddp))

@@ -95,13 +95,13 @@ class Gradients(GradientSource):
     def close_joined(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
 
-    def put_in_order(self, has_joins: bool) -> None:
+    def put_in_order(self, in_join: bool) -> None:
         """See `BucketPlan.put_in_order`. Ranks may have joined, which take no part."""
-        if self.plan.put_in_order(self.build_buckets_or_order(has_joins)):
+        if self.plan.put_in_order(self.build_buckets_or_order(in_join)):
             self.follow_plan()
 
     @abstractmethod
-    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
+    def build_buckets_or_order(self, in_join: bool) -> list[int] | None:
         """For `put_in_order`."""
 
     @abstractmethod
@@ -201,8 +201,8 @@ class WholeGradients(Gradients):
     def close_joined(self) -> None:
         self.source.drop()
 
-    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
-        return self.source.build_buckets_or_order(has_joins)
+    def build_buckets_or_order(self, in_join: bool) -> list[int] | None:
+        return self.source.build_buckets_or_order(in_join)
 
     def left_local(self) -> tuple[bool, Mapping[int, int]]:
         return False, {}
@@ -213,7 +213,7 @@ class WholeGradients(Gradients):
         return None if grad is None else self._shard.targets.owned_elements(index, grad)
 
     @property
-    def wholes(self) -> GradientSource | None:
+    def whole_gradients(self) -> GradientSource | None:
         return PublishedGradients(self._shard.table.params)
 
     def editable(self, index: int) -> Tensor | None:

@@ -114,12 +114,12 @@ class OverlapHook:
         self._num_loads: int | None = None  # the shard's, once its first step was taken
         self.step_is_due = self.has_dropped = False
         self.late_changes = LateChanges(shard)
-        self._joins = asks_whether_it_joins(joinable)
+        self._in_join = in_join_of(joinable)
         self._step_inside = StepInside(joinable, shard, self.machine) if overlaps else None
         # the pass under way, or the last one
         self._choice = _NONE
         self._num_reduced = 0  # buckets given to the hook: DDP's in stage 1, the plan's in stage 2
-        self._steps = StepsInBackward(runner, gradients, self.machine, side, self._joins, weakly(self.reset))
+        self._steps = StepsInBackward(runner, gradients, self.machine, side, self._in_join, weakly(self.reset))
         self._resolved: Future[Any] = Future()  # of stage 2's buckets, whose averages are not published
         self._resolved.set_result(None)
         self.may_be_replaced = False
@@ -243,12 +243,12 @@ class OverlapHook:
         if not self._passes.last_is_local:
             reduced = {param for bucket in self._steps.full for param in bucket.params}
             preconditions.check_none_unused(self._ddp, table, reduced, where)
-        own = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
-        if self.machine.phase is Phase.REST and own is not None:
+        unreduced = next((index for index, param in enumerate(table.params) if param.grad is not None), None)
+        if self.machine.phase is Phase.REST and unreduced is not None:
             why = self._passes.why_not_reduced(after_a_step=self.machine.user_calls_step)
             raise RuntimeError(
-                f"Expected a backward pass that has stepped before opt.step(), got a gradient of {table.label(own)} "
-                f"that DDP has not averaged since the last step ({where}): {why} If the "
+                "Expected a backward pass that has stepped before opt.step(), got a gradient of "
+                f"{table.label(unreduced)} that DDP has not averaged since the last step ({where}): {why} If the "
                 "module was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model. [ZERO-308]"
             )
 
@@ -410,9 +410,9 @@ class OverlapHook:
         if not self.late_changes.is_at_rest:
             self.late_changes.check_earlier()
             self.late_changes.forget()
-        self.gradients.open(may_communicate=not self._joins())
+        self.gradients.open(may_communicate=not self._in_join())
         self.may_be_replaced = False
-        if self._joins() and self.gradients.carried:
+        if self._in_join() and self.gradients.carried:
             raise RuntimeError(
                 "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
                 f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-310]"
@@ -426,9 +426,9 @@ class OverlapHook:
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
-            is_frozen=not (any(map(_REQUIRES_GRAD, self._shard.table.params)) or self._joins()),
+            is_frozen=not (any(map(_REQUIRES_GRAD, self._shard.table.params)) or self._in_join()),
             # not under Join: joined ranks could not know that the first step waits
-            is_first=not (self._num_loads == self._shard.num_loads or self._joins()),
+            is_first=not (self._num_loads == self._shard.num_loads or self._in_join()),
             learns_unused=self._steps.learns_unused,
             steps_whole=self._shard.local_step.steps_whole,
             not_reduced=next(map(self._shard.table.label, self._shard.binding.not_reduced), None),
@@ -448,7 +448,7 @@ class OverlapHook:
             raise
         # parameters move here: only after errors were raised, on every rank or on none
         if not self.gradients.plan.knows_order:
-            self.gradients.put_in_order(self._joins())
+            self.gradients.put_in_order(self._in_join())
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.machine.is_waiting and self._choice.is_due
@@ -506,15 +506,15 @@ def _report_unconfirmed(machine: OverlapMachine) -> None:
         logger.error("%s", error)
 
 
-def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:
+def in_join_of(joinable: Joinable) -> Callable[[], bool]:
     """A function that returns whether ranks may have run out of inputs.
 
     It refers to nothing that holds the hook, so that no cycle keeps the process group alive.
     """
     reference = weakref.ref(joinable)
 
-    def joins() -> bool:
+    def in_join() -> bool:
         alive = reference()
         return alive is not None and bool(alive._join_config.enable)
 
-    return joins
+    return in_join

@@ -386,7 +386,7 @@ class OverlapMachine:
 
     def _clear(self) -> None:
         self._is_stepping = False
-        self._regime = Regime.OVERLAPPED
+        self._regime = Regime.OVERLAPPED  # until `pass_began` sets it
 
     def _go(self, event: _Event) -> None:
         following = _NEXT.get((self.phase, event))

@@ -58,7 +58,7 @@ class PartitionedGradients(Gradients):
     Args:
         split: of `BucketPlan`.
         side: the stream that sums and steps.
-        joins: whether ranks may have run out of inputs.
+        in_join: whether ranks may have run out of inputs.
     """
 
     source: PlannedReducer
@@ -73,7 +73,7 @@ class PartitionedGradients(Gradients):
         options: ReduceOptions,
         side: SideStream,
         passes: ForwardPasses,
-        joins: Callable[[], bool],
+        in_join: Callable[[], bool],
     ) -> None:
         super().__init__(shard, ddp, split)
         self.context = context = ReduceContext(shard, side, options)
@@ -81,7 +81,7 @@ class PartitionedGradients(Gradients):
         self._passes = passes
         self.carried = context.carried
         self._watch = BackwardWatch(self.plan.reduced, weakly(self._pass_begins))
-        self._buckets = PartitionedBuckets(context, ddp, self.plan, self._visible, joins)
+        self._buckets = PartitionedBuckets(context, ddp, self.plan, self._visible, in_join)
         self.source = self._buckets.planned_reducer
         self._saw_local_pass = False
         self._when_interrupted = weakly(self._leave)
@@ -160,8 +160,8 @@ class PartitionedGradients(Gradients):
         self._buckets.end()
         self._visible.forget_taken()
 
-    def build_buckets_or_order(self, has_joins: bool) -> list[int] | None:
-        return None if has_joins else self.source.launch_order()
+    def build_buckets_or_order(self, in_join: bool) -> list[int] | None:
+        return None if in_join else self.source.launch_order()
 
     # Between passes
 
@@ -282,7 +282,7 @@ def gradients_of_stage(
     wrapped: CommHook | None,
     side: SideStream,
     passes: ForwardPasses,
-    joins: Callable[[], bool],
+    in_join: Callable[[], bool],
     sums_in_fp32: bool,
 ) -> Gradients:
     """The gradients of stage 2 if it has options, otherwise stage 1's. A collective, see `BucketPlan`."""
@@ -291,4 +291,4 @@ def gradients_of_stage(
     if options is None:
         return WholeGradients(shard, ddp, split, wrapped, side)
     check_can_partition(wrapped)
-    return PartitionedGradients(shard, ddp, split, options, side, passes, joins)
+    return PartitionedGradients(shard, ddp, split, options, side, passes, in_join)

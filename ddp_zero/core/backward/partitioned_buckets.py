@@ -42,7 +42,7 @@ class PartitionedBuckets:
 
     Args:
         visible: what ``param.grad`` shows.
-        joins: whether ranks may have run out of inputs.
+        in_join: whether ranks may have run out of inputs.
 
     Attributes:
         scratch_buckets: the buckets, as they are reduced in each pass.
@@ -57,10 +57,10 @@ class PartitionedBuckets:
         ddp: DistributedDataParallel,
         plan: BucketPlan,
         visible: VisibleGradients,
-        joins: Callable[[], bool],
+        in_join: Callable[[], bool],
     ) -> None:
         self._context, self._shard = context, context.shard
-        self._plan, self._visible, self._joins = plan, visible, joins
+        self._plan, self._visible, self._in_join = plan, visible, in_join
         self.used: set[Tensor] | None = None
         self._first_sums: int | None = None  # bytes of the first pass's sums that were not freed yet
         self._finds_unused = finds_unused(ddp)
@@ -108,7 +108,7 @@ class PartitionedBuckets:
 
     def _before_pass(self) -> None:
         """Before a pass that is reduced, where ranks may communicate: follow parameters that were frozen or moved."""
-        may_communicate = not self._joins()
+        may_communicate = not self._in_join()
         if may_communicate:
             self._plan.follow_added()
         self._shard.refresh(may_communicate, held=self._visible.taken())

@@ -186,7 +186,7 @@ class PlannedBucket:
 
     def learn(self) -> None:
         """At the end of a pass of which every gradient has arrived: note how often each has accumulated."""
-        counts = self.counts or Counter()
+        counts = self.counts or Counter()  # without any, no parameter is used
         self.expected_counts = {place: counts[place] for place in range(len(self.params)) if counts[place] != 1}
         self.counts, self.awaited = None, set()
 

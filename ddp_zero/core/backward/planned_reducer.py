@@ -411,12 +411,13 @@ class PlannedReducer:
     def take_over(self, bucket: GradBucket) -> Future[Any]:
         """Take the gradients of a bucket of DDP's reducer.
 
-        It has got them before this one was in its place, or whoever kept a reference to it has prepared it.
+        DDP's reducer has got them since the pass began before this reducer took its place, or since somebody has kept a
+        reference to DDP's and has prepared it.
 
         Raises:
             RuntimeError: if this reduces the pass, too.
         """
-        if not self.is_prepared:
+        if not self.is_prepared:  # the first bucket of the pass
             self._expect(by_autograd=False)
             self.has_begun = True
         elif self._fills_by_autograd or self.is_learning:

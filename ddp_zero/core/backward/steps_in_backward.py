@@ -25,7 +25,7 @@ class StepsInBackward:
 
     Args:
         side: the stream that the step runs on.
-        joins: whether ranks may have run out of inputs.
+        in_join: whether ranks may have run out of inputs.
         refused: called where ranks find that a hook has not averaged, before anything was stepped.
 
     Attributes:
@@ -40,12 +40,12 @@ class StepsInBackward:
         gradients: Gradients,
         machine: OverlapMachine,
         side: SideStream,
-        joins: Callable[[], bool],
+        in_join: Callable[[], bool],
         refused: Callable[[], object],
     ) -> None:
         self._runner, self._shard = runner, runner.shard
         self._gradients, self._machine, self._side = gradients, machine, side
-        self._joins, self._refused = joins, refused
+        self._in_join, self._refused = in_join, refused
         self.programs: list[Program] = []
         self.num_full, self.has_begun = 0, False
         self._compiled: dict[tuple[Regime, bool], list[Program]] = {}  # by whether a profiler shows them
@@ -85,7 +85,7 @@ class StepsInBackward:
         self._check_hook(self._gradients.buckets[due.start : due.stop])
         if self.has_begun:
             return
-        if self._joins():
+        if self._in_join():
             # a collective before the first bucket's: joined ranks take part in it, in this order
             share_options(self._shard, has_joined=not in_backward())
         self._runner.begin()
@@ -108,9 +108,9 @@ class StepsInBackward:
             regime: of the pass.
             has_joined: whether this rank has joined: its gradients are a peer's.
         """
-        if regime is Regime.DEFERRED and not self._joins():
+        if regime is Regime.DEFERRED and not self._in_join():
             check_unreduced(self._shard)
-        if regime is Regime.DEFERRED or self._joins():
+        if regime is Regime.DEFERRED or self._in_join():
             self._check_hook(self.full)
         # waits for every reduction first: a step must not read a sum that peers still write
         self._gradients.finish_reductions(has_joined)
@@ -125,7 +125,7 @@ class StepsInBackward:
         source: GradientSource = self._gradients
         if has_joined:
             source = self.borrow()
-        elif self._joins():
+        elif self._in_join():
             serve_joined(self._shard, self._gradients.reach_joined)
         self._runner.begin()
         self._runner.run(source)

@@ -429,9 +429,9 @@ class SummedBucket(BucketGradients):
         carried = self._carried.get(index)
         if carried is None:
             return None
-        own = self._own(index, carried)
+        carried_part = self._own(index, carried)
         grad = self._bucket.gradient(index)
-        return own if grad is None else own + grad
+        return carried_part if grad is None else carried_part + grad
 
 
 def _first_gradient_hook(arrives: Callable[[], object], begun: Sequence[int]) -> Callable[[Tensor | None], None]:
@@ -523,7 +523,7 @@ class SummedGradients(WholeGradients):
         context = ReduceContext(shard, side, ReduceOptions())
         super().__init__(shard, ddp, split, wrapped, side, lambda one: SummedBucket(one, context.carried, shard))
         self._passes, self._visible, self.carried = passes, VisibleGradients(context), context.carried
-        self._reduces = False
+        self._pass_is_reduced = False
         params = [param for _, param in reduced_parameters(ddp)]
         self._watch = BackwardWatch(params, weakly(self._pass_begins))
         self._summed = [shard.table.index_of[param] for param in params if param in shard.table.index_of]
@@ -533,7 +533,7 @@ class SummedGradients(WholeGradients):
 
     def open(self, may_communicate: bool) -> None:
         super().open(may_communicate)
-        self._reduces, self.is_idle = True, False
+        self._pass_is_reduced, self.is_idle = True, False
 
     @torch.no_grad()
     def finish_reductions(self, has_joined: bool) -> None:
@@ -552,21 +552,21 @@ class SummedGradients(WholeGradients):
             self.finish_reductions(has_joined=False)
             for index in self._summed:
                 self._visible.keep_published(index)
-        self._reduces = False
+        self._pass_is_reduced = False
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """This rank's part of the sum before it was rounded; None if it was not."""
-        total = self.wholes.in_accumulation_dtype(index)
+        total = self.whole_gradients.in_accumulation_dtype(index)
         return None if total is None else self._shard.targets.owned_elements(index, total)
 
     @property
-    def wholes(self) -> GradientSource:
+    def whole_gradients(self) -> GradientSource:
         return _ShownSums(self._shard.table.params, self._visible)
 
     def close_joined(self) -> None:
         super().close_joined()
         self._visible.forget_taken()
-        self._reduces = False
+        self._pass_is_reduced = False
 
     def editable(self, index: int) -> Tensor | None:
         """The sum, where the step uses that, or the content of ``param.grad``."""
@@ -606,5 +606,5 @@ class SummedGradients(WholeGradients):
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
         self._watch.note_end()
-        if not (self._reduces or self._passes.is_scheduled):
+        if not (self._pass_is_reduced or self._passes.is_scheduled):
             self._visible.restore()

@@ -355,8 +355,9 @@ class PointToPointExchange(PreparedExchange):
         names: list[PeerName | None] = [*peers[:num], *[None] * len(local_works), *peers[num:]]
         works: list[Any] = [*[None] * num, *local_works, *[None] * (len(posts) - num)]
         places = (place for place, name in enumerate(names) if name is not None)
-        moved = [0 if is_control else sum(tensor.nbytes for tensor in part) for part in (to_send, to_receive)]
-        super().__init__(comm, works, names, [*to_send, *to_receive], (moved[0], moved[1]))
+        nbytes_sent, nbytes_received = (sum(tensor.nbytes for tensor in part) for part in (to_send, to_receive))
+        moved = (0, 0) if is_control else (nbytes_sent, nbytes_received)
+        super().__init__(comm, works, names, [*to_send, *to_receive], moved)
         self._posts = list(zip(places, posts, strict=True))
         self._local_works = [work for work in local_works if isinstance(work, LocalWork)]
         self._base_tag = base_tag_of(comm.generation, subject)  # in round 0

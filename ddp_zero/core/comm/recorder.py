@@ -86,7 +86,8 @@ class Span:
 
     Attributes:
         log: the time when the first act began, and the time when each act ended; before that time, of the same act,
-            the messages that it waited for (str), bytes sent and received (tuple), errors (`Failure`).
+            the messages that it waited for (str), bytes sent and received (tuple), errors (`Failure`). Extended by
+            ``+=``, which makes no call.
         peer: the name, or a function that returns it, of the peer of the last message.
         marks: a device clock's marks, when the first act began and when acts with a label ended.
         range: the open range of a profiler.

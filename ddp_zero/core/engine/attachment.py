@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.hook import OverlapHook, asks_whether_it_joins
+from ddp_zero.core.backward.hook import OverlapHook, in_join_of
 from ddp_zero.core.backward.overlap_machine import INTERLEAVED_LAG
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.planned_reducer import PlannedReducer, stand_in_of
@@ -174,9 +174,9 @@ class Attachment:
             self._registered.free(ddp.process_group)
         side = SideStream()
         sums_in_fp32 = decision.options.accumulate_in_fp32
-        joins = asks_whether_it_joins(self.joinable)
+        in_join = in_join_of(self.joinable)
         gradients = gradients_of_stage(
-            self.reduction, shard, ddp, split, wrapped, side, self.passes, joins, sums_in_fp32
+            self.reduction, shard, ddp, split, wrapped, side, self.passes, in_join, sums_in_fp32
         )
         self.passes.watch([ddp])
         lends_from_buckets = gradients.shares_memory or not gradients_are_views(ddp)
@@ -266,7 +266,7 @@ class Attachment:
 
     def check_pass(self, ddp: DistributedDataParallel) -> None:
         """Before a forward pass: RuntimeError if its gradients will not be reduced, or the hook cannot run."""
-        if self.passes.models.in_join(ddp) and not self.joins:
+        if self.passes.models.in_join(ddp) and not self.in_join:
             where = self.shard.comm.name(self.shard.comm.group_rank)
             raise RuntimeError(
                 f"Expected Join to list the optimizer, too, got its DDP model without it ({where}): ranks that still "
@@ -289,7 +289,7 @@ class Attachment:
     def others_may_step(self) -> bool:
         """True if there are gradients with which other ranks may step without this rank."""
         waits = self.hook is None or self.hook.machine.is_waiting
-        return waits and self.shard.table.has_gradients() and not self.joins
+        return waits and self.shard.table.has_gradients() and not self.in_join
 
     def check_before_step(self, what: str) -> None:
         """RuntimeError if backward has taken a step that ``opt.step()`` must join before the user's call."""
@@ -327,7 +327,7 @@ class Attachment:
         return optimizer
 
     @property
-    def joins(self) -> bool:
+    def in_join(self) -> bool:
         """True if ranks may have run out of inputs."""
         return bool(self.joinable._join_config.enable)
 

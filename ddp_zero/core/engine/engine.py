@@ -203,7 +203,7 @@ class Engine:
         if (hook := self.attachment.required_hook()) is not None:
             yield from hook.step_joined(self._take_borrowed)
             return
-        self.shard.refresh(may_communicate=not self.attachment.joins)
+        self.shard.refresh(may_communicate=not self.attachment.in_join)
         params = self.shard.table.params
         averaged = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
         yield from self._take_borrowed(borrow_gradients(self.shard, averaged.__getitem__, are_whole=True))
@@ -229,15 +229,15 @@ class Engine:
     ) -> TwoPhase[Any]:
         shard, attachment = self.shard, self.attachment
         check_not_forked(shard.everyone.process_group)  # its messages would break the parent's connections
-        hook, joins = attachment.hook, attachment.joins
+        hook, in_join = attachment.hook, attachment.in_join
         attachment.find_models_of_step()
         self.runner.begin(closure)
         if hook is not None:
             hook.gradients.check_complete()
         shard.table.check_gradients()
         self.gradients.check_averaged(self.runner.next_number)
-        shard.refresh(may_communicate=not joins)
-        if joins:
+        shard.refresh(may_communicate=not in_join)
+        if in_join:
             reach_joined = hook is not None and hook.gradients.reach_joined
             serve_joined(shard, gradients_are_there=reach_joined or self.averages_reach_joined)
         try:
@@ -258,10 +258,10 @@ class Engine:
         attachment, hook = self.attachment, self.attachment.hook
         if hook is None:
             source = borrowed or self.shard.targets.narrowed_source(PublishedGradients(self.shard.table.params))
-            return StepContext(StepRegime.STANDALONE, source, amp=scaler_state, may_have_joined=attachment.joins)
+            return StepContext(StepRegime.STANDALONE, source, amp=scaler_state, may_have_joined=attachment.in_join)
         waits = attachment.why_wait() is not None or not hook.step_is_due
         source = borrowed or hook.gradients
-        return StepContext(StepRegime.DEFERRED, source, hook.deferred_because, waits, scaler_state, attachment.joins)
+        return StepContext(StepRegime.DEFERRED, source, hook.deferred_because, waits, scaler_state, attachment.in_join)
 
     def _take_borrowed(self, source: GradientSource) -> TwoPhase[None]:
         self.runner.begin()
@@ -314,7 +314,7 @@ class Engine:
                 "The optimizer has loss_scale= and is stepped by a torch.amp.GradScaler, but gradients have one loss "
                 "scale. Use one of them. [ZERO-105]"
             )
-        if self.attachment.joins:
+        if self.attachment.in_join:
             raise RuntimeError(
                 "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
                 "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
@@ -328,7 +328,7 @@ class Engine:
         Where steps wait for ``opt.step()``, gradients may be there: a plain loop saves the state of its last step.
         """
         attachment, hook = self.attachment, self.attachment.hook
-        if attachment.joins:
+        if attachment.in_join:
             raise RuntimeError(
                 "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
                 "context. [ZERO-310]"

@@ -53,7 +53,7 @@ def _call_inner(
     failed on another rank. What the method wrote before its error is sent all the same.
     """
     name = method.__name__
-    if attachment.joins:
+    if attachment.in_join:
         raise RuntimeError(
             f"opt.{name}() is not supported inside Join: ranks that have joined would not take part. Call it after the "
             "Join context. [ZERO-310]"

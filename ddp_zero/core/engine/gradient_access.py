@@ -34,7 +34,7 @@ class GradientAccess:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        if self._attachment.joins:
+        if self._attachment.in_join:
             raise RuntimeError(
                 "Join does not support opt.accumulate(): a rank that has joined would take a step. Use ddp.no_sync(). "
                 "[ZERO-310]"
@@ -57,7 +57,7 @@ class GradientAccess:
         parameters: Tensor | Iterable[Tensor] | None,
     ) -> TwoPhase[Tensor]:
         """`ZeroRedundancyOptimizer.clip_grad_norm_` as a generator, see `TwoPhase`."""
-        if self._attachment.joins and self._are_on_owners:
+        if self._attachment.in_join and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
                 "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
@@ -97,7 +97,7 @@ class GradientAccess:
 
     @torch.no_grad()
     def clip_grad_value(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None) -> None:
-        if self._attachment.joins and self._are_on_owners:
+        if self._attachment.in_join and self._are_on_owners:
             raise RuntimeError(
                 "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks "
                 "that have joined would not be clipped. [ZERO-310]"
@@ -106,7 +106,7 @@ class GradientAccess:
         self.defer_steps()
         grads: list[Tensor] = []
         hook = self._attachment.hook
-        sums = None if hook is None else hook.gradients.wholes or hook.gradients
+        sums = None if hook is None else hook.gradients.whole_gradients or hook.gradients
         for index in range(len(shard.table.params)) if chosen is None else chosen:
             grad = shard.table.params[index].grad
             held = None if grad is None else on_this_rank(grad)
@@ -126,7 +126,7 @@ class GradientAccess:
             scaled.copy_(torch.where(scaled.isfinite(), scaled.clamp(-limit, limit), scaled))
 
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
-        if self._attachment.joins:
+        if self._attachment.in_join:
             raise RuntimeError(
                 "Join does not support opt.owned_gradients(): gradients that this rank holds for ranks that have "
                 "joined are not among them. [ZERO-310]"
@@ -213,7 +213,7 @@ class GradientAccess:
     def check_averaged(self, step: int | None = None) -> None:
         """Check that gradients are averages, for a step if it is given: see `check_reduced`, `check_equal`."""
         shard, hook, passes = self._shard, self._attachment.hook, self._attachment.passes
-        if self._attachment.joins or self._owned_edits.check_intact(shard.table):
+        if self._attachment.in_join or self._owned_edits.check_intact(shard.table):
             return
         check_finalized(shard, passes)
         if self._are_on_owners:

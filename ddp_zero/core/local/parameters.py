@@ -398,7 +398,7 @@ class GradientSource(ABC):
     """The parameters without a gradient on this rank; None: those without a gradient in ``param.grad``."""
 
     @property
-    def wholes(self) -> "GradientSource | None":
+    def whole_gradients(self) -> "GradientSource | None":
         """The same gradients with all of their elements, in the parameters' shapes, if every rank has those."""
         return None
 
@@ -428,20 +428,20 @@ class PublishedGradients(GradientSource):
 class NarrowedGradients(GradientSource):
     """Narrows gradients that every rank has whole to the elements that this rank owns."""
 
-    def __init__(self, targets: "StepTargets", wholes: GradientSource) -> None:
+    def __init__(self, targets: "StepTargets", whole_gradients: GradientSource) -> None:
         self._targets = targets
-        self._wholes = wholes
+        self._whole_gradients = whole_gradients
 
     @property
-    def wholes(self) -> GradientSource:
-        return self._wholes
+    def whole_gradients(self) -> GradientSource:
+        return self._whole_gradients
 
     def gradient(self, index: int) -> Tensor | None:
-        grad = self._wholes.gradient(index)
+        grad = self._whole_gradients.gradient(index)
         return None if grad is None else self._targets.owned_elements(index, grad)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        total = self._wholes.in_accumulation_dtype(index)
+        total = self._whole_gradients.in_accumulation_dtype(index)
         return None if total is None else self._targets.owned_elements(index, total)
 
 
@@ -655,9 +655,9 @@ class StepTargets:
         part = self._parts.get(index)
         return value if part is None else part_of(value, self._table.params[index], part)
 
-    def narrowed_source(self, wholes: GradientSource) -> GradientSource:
+    def narrowed_source(self, whole_gradients: GradientSource) -> GradientSource:
         """A source that gives only the elements that this rank owns, from a source of gradients with all elements."""
-        return NarrowedGradients(self, wholes) if any(self._parts.values()) else wholes
+        return NarrowedGradients(self, whole_gradients) if any(self._parts.values()) else whole_gradients
 
     def owned_gradient(self, index: int, *, revives: bool = False) -> Tensor | None:
         """The elements of ``param.grad`` that this rank owns; None if it has no gradient, or does not have these.

@@ -475,19 +475,20 @@ class Decision:
 
         If every rank has a gradient whole, its first owner takes the norm of the whole: the bits of a single rank.
         """
-        shard, norm_type, wholes = self._shard, self.options.norm_type, source.wholes
+        shard, norm_type = self._shard, self.options.norm_type
+        whole_gradients = source.whole_gradients
         sources = dict.fromkeys(owned, source)
-        if wholes is not None:
+        if whole_gradients is not None:
             edited = self.owned_edits.edited_indices(shard.table)
             pieces = shard.binding.pieces
             sources = {
-                index: source if index in edited else wholes
+                index: source if index in edited else whole_gradients
                 for index in owned
                 if index in edited or home(pieces[index]) == shard.comm.group_rank
             }
         if inverse is None and not shard.masters:
             grads = owned
-            if wholes is not None:
+            if whole_gradients is not None:
                 grads = {
                     i: owned[i] if chosen is source else _require(chosen.gradient(i)) for i, chosen in sources.items()
                 }

@@ -81,7 +81,7 @@ class _StrictZipFile(zipfile.ZipFile):
         super().__init__(file)
 
 
-def test_archives_of_one_size_are_read_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_archives_of_equal_size_are_not_confused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """python/cpython#139702: zipfile takes the record of an earlier archive for that of a later archive."""
     monkeypatch.setattr(zipfile, "ZipFile", _StrictZipFile)
     tensors = [of_random_bits((5, 3), torch.float32, seed) for seed in range(3)]

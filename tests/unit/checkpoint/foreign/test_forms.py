@@ -102,7 +102,7 @@ def test_adam_of_deepspeed_loads_with_the_step_of_its_group(tmp_path: Path, addr
         ({"sum": torch.rand(18), "step": torch.tensor(5.0)}, torch.optim.Adagrad, {}),
     ],
 )
-def test_state_loads_into_the_same_class_alone(
+def test_state_loads_only_into_the_same_class(
     tmp_path: Path, address_class: type, states: Any, kind: Any, options: Any
 ) -> None:
     write(tmp_path / "a", address_class, states, {"lr": 0.25})
