@@ -405,10 +405,15 @@ def _a_plain_state_dict_leaves_max_grad_norm_and_a_constant_loss_scale(setup: Se
     assert [group.get("max_grad_norm") for group in opt.param_groups] == [1e-3, None]
     assert [group.get("max_grad_norm") for group in opt.optim.param_groups] == [1e-3, None]
     assert opt.loss_scale == 128.0  # a constant one stays
+
+
+@case(1)
+def _a_loss_scale_and_a_grad_scaler_are_refused_together(setup: Setup) -> None:
+    opt = ZeroRedundancyOptimizer(build_model().parameters(), torch.optim.SGD, lr=0.1, loss_scale=128.0)
     opt.scale(torch.ones(1))
-    for param in params:
+    for param in opt.param_groups[0]["params"]:
         param.grad = torch.full_like(param, 128.0)
-    opt.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    opt.found_inf = torch.zeros(())  # type: ignore[attr-defined]  # as a GradScaler does before it calls step()
     with pytest.raises(RuntimeError, match=r"has loss_scale= and is stepped by a torch.amp.GradScaler"):
         opt.step()
 
