@@ -308,10 +308,9 @@ class SharedGroups:
                 "parts, or build a new ParallelOptimizer and load the state_dict() of this one. [ZERO-812]"
             )
         imbalance = MAX_BYTE_IMBALANCE if max_byte_imbalance is None else max_byte_imbalance
-        data_ranks = (self.shard_group or shared.ranks(axes.data_comm)).size()
         cuts: dict[type[Optimizer], dict[int, Cut]] = {}
         for dim, split_along in sorted(split_params.items()):
-            comm = comms[dim]
+            comm, data_ranks = comms[dim], (self.shard_group or shared.ranks(axes.data_comm)).size()
             lengths_of = [*zip(split_along, part_lengths[dim], strict=True)]
             shapes_of_wholes = [split.local.shape_with(split.tensor_dim, sum(lengths)) for split, lengths in lengths_of]
             pairs = [*zip(split_along, shapes_of_wholes, strict=True)]

@@ -198,7 +198,7 @@ class _Copies(TorchDispatchMode):
             frames = [f"{frame.name} in {frame.filename}" for frame in traceback.extract_stack()]
             ours = [frame for frame in frames if "/ddp_zero/" in frame]
             by_gloo = ours and re.match(r"(wait|wait_in_background) in .*exchange\.py$", ours[-1])
-            fills = ours and re.match(r"(take|complete) in .*planned_bucket\.py$", ours[-1])
+            fills = ours and re.match(r"(copy_in|copy_rest) in .*planned_bucket\.py$", ours[-1])
             self.found += [f"{name}: {ours[-1]}"] if ours and not (by_gloo or fills) else []
         return func(*args, **(kwargs or {}))
 

@@ -349,12 +349,15 @@ class ParameterSync:
         self.errors.receive()
         self._ranks.begin_round()
 
-    def raise_errors(self) -> None:
+    def raise_errors(self, own_at_once: bool = False) -> None:
         """After `end_step`: raise if the local step failed on any rank, or ranks were given different options.
 
-        If buckets may outlast the step, `pending_syncs` raises when the last has arrived.
+        If buckets may outlast the step, `pending_syncs` raises when the last has arrived; with ``own_at_once`` this
+        rank's own error is raised now, for a caller that tells it to all ranks.
         """
-        # this rank's own error no earlier: in the step of another optimizer its peers would wait for it
+        # else no earlier: in the step of another optimizer its peers would wait for this rank
+        if own_at_once and self.errors.has_local_error:
+            self.pending_syncs.complete()
         if not self.pending_syncs:
             self.errors.raise_any()
 

@@ -171,10 +171,8 @@ class CouplingWatch:
         if len({options_digest for _, options_digest, *_ in gathered}) > 1:
             self._raise_options_differ(options)
         outside_of_ranks = [_Report(numbers[2], numbers[3], 0) for numbers in gathered]
-        starts = range(len(head), len(gathered[0]), len(_Report._fields))
-        reports_of = [
-            [_Report(*numbers[start : start + len(_Report._fields)]) for numbers in gathered] for start in starts
-        ]
+        starts = range(len(head), len(gathered[0]), len(outside))
+        reports_of = [[_Report(*numbers[start : start + len(outside)]) for numbers in gathered] for start in starts]
         if not all(map(_agree, [outside_of_ranks, *reports_of])) or any(has_mismatch for has_mismatch, *_ in gathered):
             self._raise_mismatch(values_here, local_mismatch)
         stale = {index: ranks for index, ranks in enumerate(reports_of) if not _are_up_to_date(ranks)}

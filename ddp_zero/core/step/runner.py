@@ -302,7 +302,7 @@ class StepRunner:
                 if self._compares_options:
                     self._coupling.check()
             finally:
-                self.shard.sync.raise_errors()
+                self.shard.sync.raise_errors(own_at_once=self.catching is not nullcontext)
 
     @property
     def next_number(self) -> int:
