@@ -52,15 +52,16 @@ def _random_reductions(setup: Setup) -> int:
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
         with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
             recv_buffer = torch.empty(needed, dtype=dtype)
-            reduction = segment_reduction(comm, whole, parts, recv_buffer, (7, trial), numel).start(out)
+            prepared = segment_reduction(comm, whole, parts, recv_buffer, (7, trial), numel)
+            reduction = prepared.start(out)
             reduction.wait("a reduction")
         assert torch.equal(out, expected[start : start + sizes[setup.rank]]), f"trial {trial}: {sizes} {dtype}"
         reduction.wait("a reduction")
         assert torch.equal(out, expected[start : start + sizes[setup.rank]]), "asked twice"
         of_other_memory = weakref.ref(out)
         is_in_place = out is own
-        del out
-        assert is_in_place or of_other_memory() is None, "a prepared reduction keeps no other memory"
+        del out, reduction
+        assert is_in_place or of_other_memory() is None, f"{type(prepared).__name__} keeps other memory"
     return 40
 
 
