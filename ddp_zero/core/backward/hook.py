@@ -4,8 +4,9 @@ DDP calls the hook once per bucket, in index order, from the thread that runs ba
 
 1. bucket 0 opens an iteration: choose its regime, the same on every rank; buckets out of order are refused;
 2. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
-3. run the program of each bucket of the plan that is full now, see `program.py`. It reports the bucket to the machine,
-   and for each bucket that is due waits for its reduction, steps, starts its sync. Nothing runs in a future's callback.
+3. run the program of each bucket of the plan that is full now, see `program.py`. For each bucket that is due it waits
+   for its reduction, steps, starts its sync; the machine hears of the first of these, and of the last bucket of the
+   pass. Nothing runs in a future's callback.
 
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: DDP's reducer,
 which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside

@@ -1,7 +1,6 @@
 """All-gathers of stepped parameters, bucket after bucket; they may outlast their step, see `PendingSyncs`."""
 
 import atexit
-import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +19,7 @@ from ddp_zero.core.comm.exchange import InFlight
 from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.comm.recorder import Act
 from ddp_zero.core.comm.script_end import script_has_failed
+from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.loop_options import LoopOptions
 from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.local.storage import ParameterStorage
@@ -27,7 +27,6 @@ from ddp_zero.core.plan.shard_plan import Bucket
 from ddp_zero.error_codes import coded
 from ddp_zero.values.placeholders import all_arrivals, can_await, intercept_uses, stop_intercepting
 
-logger = logging.getLogger("ddp_zero")
 _exchange_of: Callable[[Any], Any] = attrgetter("exchange")
 _unversioned_in: Callable[[Any], Any] = attrgetter("unversioned")
 
